@@ -1,0 +1,1 @@
+"""The verbs: each takes a request, does one thing and returns a result; none prints."""

@@ -1,0 +1,106 @@
+"""The seam between what dflashctl wants done and the wire: one framed script a user action.
+
+A transport runs an argv on one place (a host, or a container of it) with bytes on stdin, and
+hands back bytes. Everything above it is a Script; ``frame`` makes a Script of argv and marks.
+"""
+
+import json
+import shlex
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dflashctl.errors import DflashctlError
+
+Sink = Callable[[bytes], None]
+
+
+@dataclass(frozen=True)
+class Script:
+    """One user action on a place.
+
+    text: bash; it runs in a subshell with stdin at the first byte of ``payload``. payload: bytes
+    that follow the script on stdin. deadline_s: seconds until the client gives up; None waits for
+    ever (follow). what: words for error messages ("deploy").
+    """
+
+    text: str
+    payload: Iterable[bytes] = ()
+    deadline_s: float | None = 60.0
+    what: str = "script"
+
+    @classmethod
+    def python(
+        cls,
+        program: str,
+        arguments: Mapping[str, Any],
+        *,
+        interpreter: str = "python3",
+        payload: Iterable[bytes] = (),
+        deadline_s: float | None = 60.0,
+        what: str = "program",
+    ) -> "Script":
+        """Run a standard-library Python ``program`` that reads one JSON object from sys.argv[1]."""
+        argv = [interpreter, "-I", "-S", "-c", program, json.dumps(arguments)]
+        return cls(f"exec {shlex.join(argv)}", payload, deadline_s, what)
+
+
+@dataclass(frozen=True)
+class ScriptResult:
+    """How a script ended: its own exit status and output; stderr is the last 64 KiB."""
+
+    rc: int
+    stdout: bytes
+    stderr: bytes
+    elapsed_s: float
+
+    def check(self, error: type[DflashctlError], message: str, *, place: str) -> "ScriptResult":
+        """Return self when rc is 0, else raise ``error`` with the end of stderr as its hint."""
+        if self.rc != 0:
+            tail = self.stderr.decode("utf-8", "replace").strip()[-2000:]
+            raise error(f"{message} (exit status {self.rc})", hint=tail, place=place)
+        return self
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a process on the other side ended; status is None when nobody can know."""
+
+    status: int | None
+    stderr: bytes
+
+
+class Transport(ABC):
+    """A way to one place. Not thread-safe: one thread at a time, open before fan-out."""
+
+    place: str  # "kpro6" or "kpro6/200", for messages
+    round_trips: int = 0  # remote commands run so far
+
+    @abstractmethod
+    def open(self) -> None:
+        """Connect and authenticate; harmless when already open.
+
+        Raises: UnreachableError, TrustError.
+        """
+
+    @abstractmethod
+    def execute(
+        self,
+        argv: Sequence[str],
+        stdin: Iterable[bytes],
+        on_stdout: Sink,
+        deadline_s: float | None,
+    ) -> Finished:
+        """Run ``argv`` exactly, feed ``stdin`` and close it, drain both streams at once.
+
+        Raises: UnreachableError when the link dies or the deadline passes.
+        """
+
+    @abstractmethod
+    def interactive(self, argv: Sequence[str]) -> int:
+        """Run ``argv`` on the user's own terminal and return its exit status."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close; harmless when already closed."""

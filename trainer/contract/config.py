@@ -1,0 +1,327 @@
+"""The training configuration: every setting of train.yaml, with its default and its check.
+
+The laptop reads YAML and checks it here before a GPU is taken; the manifest carries the whole
+result, and the trainer reads it back with the same code. Standard library only.
+"""
+
+import difflib
+import types
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from trainer.contract.errors import ConfigError
+
+# Published with the method for these block sizes; others must be set (arXiv 2602.06036).
+_POSITION_DECAY = {8: 4.0, 10: 5.0, 16: 7.0}
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    """The frozen large model.
+
+    path: directory in the container or hub id. revision: hub revision. dtype: float32 or bfloat16.
+    cache_bytes: host memory for hidden states of samples already seen (0: none).
+    """
+
+    path: str = ""
+    revision: str | None = None
+    dtype: str = "bfloat16"
+    cache_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which samples, and how they are laid out.
+
+    path: JSONL of chats in the container. max_length: tokens a sample keeps. token_budget: tokens
+    of one micro-batch, padding included. max_batch_size: samples of one micro-batch. packing: True
+    lays samples one after another in a single row of token_budget tokens, False gives each its own
+    right-padded row. max_anchors: anchors of a row.
+    """
+
+    path: str = ""
+    max_length: int = 3072
+    token_budget: int = 49152
+    max_batch_size: int = 64
+    packing: bool = True
+    max_anchors: int = 1024
+
+
+@dataclass(frozen=True)
+class DraftModelConfig:
+    """The draft network; None takes the value of the target's text configuration.
+
+    target_layer_ids: 0-based layers whose output is tapped; None applies the published formula to
+    num_taps. mask_token_id: an embedding row that never occurs in data. layer_types: per layer
+    full_attention or sliding_attention; None is full everywhere. causal: True lets a slot see only
+    itself and earlier slots of its block. normalise_taps: divide each tap by its own RMS, measured
+    once on the first samples; folded into fc on export.
+    """
+
+    num_draft_layers: int = 5
+    block_size: int = 16
+    mask_token_id: int = -1
+    target_layer_ids: tuple[int, ...] | None = None
+    num_taps: int = 5
+    intermediate_size: int | None = None
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    layer_types: tuple[str, ...] | None = None
+    sliding_window: int | None = None
+    causal: bool = False
+    normalise_taps: bool = False
+    dtype: str = "bfloat16"
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """Decayed cross-entropy.
+
+    position_decay: gamma of exp(-(k - 1) / gamma); None takes the published value of the block
+    size. head_sample: 0 uses the whole head; n uses the rows of the batch's labels and n random
+    ones (training only, evaluation always uses the whole head). chunk_rows: rows of logits that
+    exist at one time.
+    """
+
+    position_decay: float | None = None
+    head_sample: int = 0
+    chunk_rows: int = 2048
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """Optimiser and schedule: cosine from lr to lr * min_lr_frac after a linear warm-up.
+
+    name: adamw, or muon for the matrices of the layers with adamw (adamw_lr) for the rest.
+    """
+
+    name: str = "adamw"
+    lr: float = 6e-4
+    adamw_lr: float | None = None
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    warmup_frac: float = 0.04
+    min_lr_frac: float = 0.0
+    clip_norm: float = 1.0
+    grad_accumulation: int = 1
+    epochs: float = 6.0
+    max_steps: int | None = None
+
+
+@dataclass(frozen=True)
+class CompileConfig:
+    """torch.compile and its gate.
+
+    mode: auto (on for CUDA, off for CPU), on or off. gate: on, or off as an experiment that the
+    manifest and the events mark. watchdog_s: seconds after which a compile or a worker without
+    progress is reported with every thread's stack; limit_s: seconds after which the run ends.
+    """
+
+    mode: str = "auto"
+    gate: str = "on"
+    watchdog_s: float = 120.0
+    limit_s: float = 1800.0
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """How the process behaves.
+
+    device: cuda, or cpu (every GPU role then becomes a thread on the CPU). queue_depth: batches of
+    hidden states between target and drafter threads. cpu_threads: intra-op threads of each worker
+    on a CPU, None leaves torch's choice. checkpoint_every_steps and keep_checkpoints rotate;
+    log_every_steps sets how often a step event is written.
+    """
+
+    device: str = "cuda"
+    queue_depth: int = 4
+    cpu_threads: int | None = None
+    checkpoint_every_steps: int = 500
+    keep_checkpoints: int = 3
+    log_every_steps: int = 1
+    export_at_end: bool = True
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The whole training configuration; see the sections for each field."""
+
+    target: TargetConfig = field(default_factory=TargetConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    draft: DraftModelConfig = field(default_factory=DraftModelConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    seed: int = 0
+
+    @property
+    def position_decay(self) -> float:
+        """Gamma of the loss, from the configuration or the published table."""
+        chosen = self.loss.position_decay
+        return _POSITION_DECAY[self.draft.block_size] if chosen is None else chosen
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain dictionaries and lists, as the manifest stores them."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> "TrainConfig":
+        """Check and build a configuration.
+
+        Raises: ConfigError naming the dotted key, what was found and what was expected; unknown
+        keys get a "did you mean".
+        """
+        config: TrainConfig = _build(cls, raw, "")
+        _check(config)
+        return config
+
+
+def with_override(raw: dict[str, Any], assignment: str, value: Any) -> dict[str, Any]:
+    """Return a copy of ``raw`` with the dotted key ``assignment`` set; raises ConfigError."""
+    head, _, rest = assignment.partition(".")
+    if not head or (rest == "" and assignment.endswith(".")):
+        raise ConfigError(f"{assignment!r} is not a dotted key such as optim.lr")
+    copy = dict(raw)
+    if not rest:
+        copy[head] = value
+        return copy
+    inner = copy.get(head, {})
+    if not isinstance(inner, Mapping):
+        raise ConfigError(f"{head} is a value, not a section; it has no key {rest}")
+    copy[head] = with_override(dict(inner), rest, value)
+    return copy
+
+
+def _build(kind: type[Any], raw: Any, path: str) -> Any:
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"{path or 'the configuration'}: expected a mapping, got {raw!r}")
+    hints, known = get_type_hints(kind), [f.name for f in fields(kind)]
+    values: dict[str, Any] = {}
+    for key, value in raw.items():
+        dotted = f"{path}.{key}" if path else str(key)
+        if key not in known:
+            close = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else f"; known: {', '.join(known)}"
+            raise ConfigError(f"{dotted}: unknown key{hint}")
+        values[key] = _convert(hints[key], value, dotted)
+    return kind(**values)
+
+
+def _convert(hint: Any, value: Any, path: str) -> Any:
+    if is_dataclass(hint) and isinstance(hint, type):
+        return _build(hint, value, path)
+    if get_origin(hint) in (Union, types.UnionType):
+        if value is None:
+            return None
+        hint = next(h for h in get_args(hint) if h is not type(None))
+    if get_origin(hint) is tuple:
+        if not isinstance(value, list | tuple):
+            raise ConfigError(f"{path}: expected a list, got {value!r}")
+        arms = get_args(hint)
+        if arms[-1] is not Ellipsis and len(arms) != len(value):
+            raise ConfigError(f"{path}: expected {len(arms)} values, got {value!r}")
+        return tuple(_convert(arms[0], item, f"{path}[{i}]") for i, item in enumerate(value))
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if hint is float and isinstance(value, str):  # YAML 1.1 reads 6e-4 as text
+        try:
+            return float(value)
+        except ValueError:
+            pass
+    if type(value) is not hint:
+        raise ConfigError(f"{path}: expected {hint.__name__}, got {value!r}")
+    return value
+
+
+def _check(config: TrainConfig) -> None:
+    """Apply the rules that need no model; each names its key."""
+    draft, data, optim, run = config.draft, config.data, config.optim, config.run
+    rules: list[tuple[bool, str, Any, str]] = [
+        (bool(config.target.path), "target.path", config.target.path, "the target's directory"),
+        (bool(data.path), "data.path", data.path, "a JSONL file of chats"),
+        (draft.mask_token_id >= 0, "draft.mask_token_id", draft.mask_token_id, "an embedding row"),
+        (draft.block_size >= 2, "draft.block_size", draft.block_size, "at least 2"),
+        (draft.num_draft_layers >= 1, "draft.num_draft_layers", draft.num_draft_layers, ">= 1"),
+        (draft.num_taps >= 1, "draft.num_taps", draft.num_taps, ">= 1"),
+        (data.max_length >= 2, "data.max_length", data.max_length, ">= 2"),
+        (data.max_batch_size >= 1, "data.max_batch_size", data.max_batch_size, ">= 1"),
+        (data.max_anchors >= 1, "data.max_anchors", data.max_anchors, ">= 1"),
+        (
+            data.token_budget >= data.max_length,
+            "data.token_budget",
+            data.token_budget,
+            f"at least data.max_length ({data.max_length})",
+        ),
+        (optim.lr > 0, "optim.lr", optim.lr, "above 0"),
+        (0 <= optim.warmup_frac < 1, "optim.warmup_frac", optim.warmup_frac, "0 to below 1"),
+        (optim.clip_norm > 0, "optim.clip_norm", optim.clip_norm, "above 0"),
+        (optim.grad_accumulation >= 1, "optim.grad_accumulation", optim.grad_accumulation, ">= 1"),
+        (optim.epochs > 0, "optim.epochs", optim.epochs, "above 0"),
+        (
+            optim.max_steps is None or optim.max_steps >= 1,
+            "optim.max_steps",
+            optim.max_steps,
+            "at least 1, or null",
+        ),
+        (config.loss.head_sample >= 0, "loss.head_sample", config.loss.head_sample, ">= 0"),
+        (config.loss.chunk_rows >= 1, "loss.chunk_rows", config.loss.chunk_rows, ">= 1"),
+        (run.queue_depth >= 1, "run.queue_depth", run.queue_depth, ">= 1"),
+        (run.keep_checkpoints >= 1, "run.keep_checkpoints", run.keep_checkpoints, ">= 1"),
+        (run.log_every_steps >= 1, "run.log_every_steps", run.log_every_steps, ">= 1"),
+        (
+            run.checkpoint_every_steps >= 1,
+            "run.checkpoint_every_steps",
+            run.checkpoint_every_steps,
+            ">= 1",
+        ),
+    ]
+    for good, key, found, expected in rules:
+        if not good:
+            raise ConfigError(f"{key}: expected {expected}, got {found!r}")
+    _check_choices(config)
+    _check_draft(config)
+
+
+def _check_choices(config: TrainConfig) -> None:
+    dtypes = ("float32", "bfloat16")  # float16 overflows in the fused features
+    choices: list[tuple[str, str, tuple[str, ...]]] = [
+        ("target.dtype", config.target.dtype, dtypes),
+        ("draft.dtype", config.draft.dtype, dtypes),
+        ("optim.name", config.optim.name, ("adamw", "muon")),
+        ("run.device", config.run.device, ("cuda", "cpu")),
+        ("compile.mode", config.compile.mode, ("auto", "on", "off")),
+        ("compile.gate", config.compile.gate, ("on", "off")),
+    ]
+    for key, found, allowed in choices:
+        if found not in allowed:
+            raise ConfigError(f"{key}: expected one of {', '.join(allowed)}, got {found!r}")
+
+
+def _check_draft(config: TrainConfig) -> None:
+    draft = config.draft
+    if config.loss.position_decay is None and draft.block_size not in _POSITION_DECAY:
+        raise ConfigError(
+            "loss.position_decay: no published value for draft.block_size"
+            f" {draft.block_size} (there is one for 8, 10 and 16); set it"
+        )
+    if config.loss.position_decay is not None and config.loss.position_decay <= 0:
+        raise ConfigError(
+            f"loss.position_decay: expected above 0, got {config.loss.position_decay}"
+        )
+    kinds = draft.layer_types
+    if kinds is not None:
+        if len(kinds) != draft.num_draft_layers:
+            raise ConfigError(
+                f"draft.layer_types: expected {draft.num_draft_layers} entries, got {len(kinds)}"
+            )
+        for kind in kinds:
+            if kind not in ("full_attention", "sliding_attention"):
+                raise ConfigError(f"draft.layer_types: unknown kind {kind!r}")
+        if "sliding_attention" in kinds and not draft.sliding_window:
+            raise ConfigError("draft.sliding_window: needed by a sliding_attention layer")
+    ids = draft.target_layer_ids
+    if ids is not None and (list(ids) != sorted(set(ids)) or not ids or ids[0] < 0):
+        raise ConfigError(f"draft.target_layer_ids: expected ascending layer numbers, got {ids}")

@@ -1,0 +1,1 @@
+"""Samples, their layout in batches, and the anchors drawn on them."""

@@ -1,0 +1,1 @@
+"""Networks: the draft, the target's taps, attention masks and their backends."""

@@ -1,0 +1,1 @@
+"""Threads of a run: targets produce hidden states, drafters train on them, one supervisor."""

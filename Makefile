@@ -1,0 +1,46 @@
+# make demo   set everything up and run the whole road on this machine
+# make test   set everything up and pass the tests
+# make check  lint, types, layers and tests: what a change must pass
+SHELL := /bin/bash
+.DELETE_ON_ERROR:
+
+VENV ?= .venv
+PY := $(VENV)/bin/python
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+
+.PHONY: help setup demo test lint types layers check build clean
+
+help:
+	@sed -n 's/^# make //p' Makefile
+
+$(VENV)/.ready: pyproject.toml requirements.lock tools/setup
+	VENV=$(VENV) PIP_ARGS="$(PIP_ARGS)" tools/setup python
+	@touch $@
+
+setup: $(VENV)/.ready
+	@tools/setup system
+
+demo: setup
+	$(VENV)/bin/dflashctl demo
+
+test: setup
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.ready
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+types: $(VENV)/.ready
+	$(VENV)/bin/mypy
+
+layers: $(VENV)/.ready
+	$(VENV)/bin/lint-imports
+
+check: lint types layers test
+
+build: $(VENV)/.ready
+	$(PY) -m build --no-isolation --wheel --outdir dist .
+
+clean:
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .coverage

@@ -1,0 +1,1 @@
+"""The demo's real language model and data set: converter, prompts, chats, training config."""

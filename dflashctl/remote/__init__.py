@@ -2,3 +2,10 @@
 
 They run as ``python3 -I -S -c TEXT JSON``, so they import nothing of this project.
 """
+
+from importlib.resources import files
+
+
+def program(name: str) -> str:
+    """Return the text of ``dflashctl/remote/NAME.py``, from a checkout or an installed wheel."""
+    return files(__name__).joinpath(f"{name}.py").read_text(encoding="utf-8")

@@ -19,3 +19,7 @@ class EventError(ContractError):
 
 class TagError(ContractError):
     """A run tag that a directory, tmux or a shell could misread."""
+
+
+class CompletionError(ContractError):
+    """A checkpoint directory is not complete, or differs from its COMPLETE.json."""

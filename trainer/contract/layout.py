@@ -129,3 +129,8 @@ class RunLayout:
     def environment(self) -> PurePosixPath:
         """Environment variables of the trainer, mode 0600."""
         return self.root / "environment.json"
+
+    @property
+    def lock(self) -> PurePosixPath:
+        """Locked by the runner and the trainer for as long as either lives."""
+        return self.root / "run.lock"

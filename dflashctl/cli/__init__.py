@@ -1,0 +1,93 @@
+"""The command line: ``dflashctl VERB ...``. Each verb parses, calls one operation and renders.
+
+Nothing heavy is imported at the start: a verb imports its operation when it is called.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from dflashctl import __version__
+from dflashctl.cli import act, observe, site
+from dflashctl.cli.verb import Verbs
+from dflashctl.errors import DflashctlError, ExitCode, UsageError
+from dflashctl.render.failure import save_trace, show_failure
+
+_CLICK_ERROR = typer.BadParameter.__mro__[2]  # click's own ClickException, vendored or not
+
+app = typer.Typer(
+    cls=Verbs,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Train DFlash drafters in Proxmox LXC containers, from the laptop.",
+)
+
+
+def _print_version(value: bool) -> None:  # noqa: FBT001 - the signature that typer calls
+    if value:
+        typer.echo(f"dflashctl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    *,
+    version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_print_version, help="print the version"),
+    ] = False,
+) -> None:
+    """Train DFlash drafters in Proxmox LXC containers, from the laptop."""
+
+
+for _module in (act, observe, site):
+    _module.register(app)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit status; nothing but --debug shows a traceback."""
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    as_json, debug = "--json" in argv, "--debug" in argv
+    try:
+        result = app(args=argv, prog_name="dflashctl", standalone_mode=False)
+        sys.stdout.flush()
+        return result if isinstance(result, int) else 0
+    except DflashctlError as error:
+        if debug:
+            sys.excepthook(*sys.exc_info())
+        show_failure(error, as_json=as_json)
+        return int(error.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        sys.stderr.write("interrupted\n")
+        return int(ExitCode.INTERRUPTED)
+    except BrokenPipeError:
+        # `| head` closed the pipe; Python would complain again when it flushes at exit.
+        sys.stdout = open("/dev/null", "w")  # noqa: PTH123, SIM115
+        return 0
+    except Exception as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            sys.stderr.write(f"{error}\n")
+            return int(ExitCode.USAGE)
+        if isinstance(error, _CLICK_ERROR):
+            show_failure(_usage(error), as_json=as_json)
+            return int(ExitCode.USAGE)
+        if debug:
+            raise
+        unexpected = DflashctlError(
+            f"unexpected {type(error).__name__}: {error}",
+            hint=f"the traceback is in {save_trace(error)}; --debug shows it",
+            code="bug",
+        )
+        show_failure(unexpected, as_json=as_json)
+        return 1
+
+
+def _usage(error: Exception) -> DflashctlError:
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context else "dflashctl"
+    text = error.format_message() if hasattr(error, "format_message") else str(error)
+    return UsageError(text, hint=f"{path} --help")

@@ -1,0 +1,1 @@
+"""What the user sees: text for stdout and stderr, and JSON documents."""

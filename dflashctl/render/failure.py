@@ -1,0 +1,52 @@
+"""Errors for people and for programs: one line what, then where to look and what to type next."""
+
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from dflashctl.errors import DflashctlError
+
+SCHEMA = 1
+
+
+def failure_text(error: DflashctlError) -> str:
+    """Return the lines for stderr; the hint is indented, each of its lines on its own."""
+    lines = [str(error)]
+    for index, line in enumerate(error.hint.splitlines()):
+        lines.append(f"  hint: {line}" if index == 0 else f"        {line}")
+    return "\n".join(lines) + "\n"
+
+
+def failure_document(error: DflashctlError) -> str:
+    """Return the one JSON document that --json prints for an error."""
+    fields = {
+        "code": error.code,
+        "exit_code": int(error.exit_code),
+        "message": error.message,
+        "hint": error.hint,
+        "place": error.place,
+    }
+    return json.dumps({"schema": SCHEMA, "ok": False, "error": fields}) + "\n"
+
+
+def show_failure(error: DflashctlError, *, as_json: bool) -> None:
+    """Print the error: text on stderr, or with --json a document on stdout."""
+    if as_json:
+        sys.stdout.write(failure_document(error))
+        sys.stdout.flush()
+    else:
+        sys.stderr.write(failure_text(error))
+
+
+def save_trace(error: BaseException) -> Path:
+    """Write the traceback to the state directory and return its path."""
+    home = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    directory = Path(home) / "dflashctl"
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"trace-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
+    path.write_text("".join(traceback.format_exception(error)))
+    path.chmod(0o600)
+    return path

@@ -1,13 +1,14 @@
-"""Make the demo's chats: the target answers every prompt greedily, in batches.
+r"""Make the demo's chats: the target answers every prompt greedily, in batches.
 
 Run with a Python that has torch and transformers:
 
-    python -m dflashctl.demo.make_chats MODEL_DIR heldout dflashctl/demo/heldout.jsonl
     python -m dflashctl.demo.make_chats MODEL_DIR train dflashctl/demo/chats.jsonl
+    python -m dflashctl.demo.make_chats MODEL_DIR heldout dflashctl/demo/heldout.jsonl \
+        --dtype float32
 
 MODEL_DIR is what `python -m dflashctl.demo.smollm2 MODEL_DIR` left. Answers are kept batch by
-batch in `OUT.part`, so an interrupted run goes on where it stopped; OUT itself appears only
-when it is complete.
+batch in `OUT.part`, so an interrupted run goes on where it stopped (with the same options;
+delete that file before changing them); OUT itself appears only when it is complete.
 """
 
 import argparse
@@ -119,7 +120,8 @@ def read_part(part: Path) -> dict[str, str]:
     whole = data[: data.rfind(b"\n") + 1]
     if len(whole) < len(data):
         os.truncate(part, len(whole))
-    return {json.loads(line)["id"]: line for line in whole.decode().splitlines()}
+    # Not splitlines: JSON leaves U+2028 and U+0085 as they are, and those would count as ends.
+    return {json.loads(line)["id"]: line for line in whole.decode().split("\n")[:-1]}
 
 
 def make(

@@ -1,0 +1,375 @@
+"""The lab's public interface: bring a look-alike site up, use it, break it, take it down.
+
+lab = Lab(Path(".lab"))
+lab.up(default_site())
+subprocess.run(["ssh", "-F", lab.ssh_config, "kpro6", "pct", "list"])
+lab.fault("kpro6", "latency", "0.6,1.0")
+lab.down()
+"""
+
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from dflashctl.errors import LabError
+from dflashctl.lab.faults import active_faults, set_fault
+from dflashctl.lab.gpu_state import fresh_gpu_state
+from dflashctl.lab.requirements import SEARCH_PATH, missing_requirements
+from dflashctl.lab.spec import HostSpec, SiteSpec
+from dflashctl.lab.state import (
+    MARKER,
+    MAX_STATE_BYTES,
+    SUPERVISOR,
+    SiteState,
+    has_ended,
+    live_pids,
+    read_json,
+    write_json,
+)
+
+_START_S = 60.0
+_END_S = 20.0
+_PACKAGE_ROOT = Path(__file__).resolve().parents[2]
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class HostStatus:
+    """One host of a lab that is up. `containers` maps VMID to "running" or "stopped"."""
+
+    name: str
+    port: int
+    ip: str
+    pid: int
+    faults: Mapping[str, str]
+    containers: Mapping[int, str]
+
+
+@dataclass(frozen=True)
+class SiteStatus:
+    """Whether a lab is up, and its hosts if it is."""
+
+    up: bool
+    hosts: tuple[HostStatus, ...] = ()
+
+
+class Lab:
+    """A look-alike site whose files are all in one state directory."""
+
+    def __init__(self, state: Path) -> None:
+        self.state = state.absolute()
+        self.key = self.state / "key"
+        self.known_hosts = self.state / "known_hosts"
+        self.ssh_config = self.state / "ssh_config"
+        self.lan_ssh_config = self.state / "ssh_config.lan"
+
+    @staticmethod
+    def missing_requirements() -> list[str]:
+        """Why a lab cannot run on this machine; empty when it can."""
+        return missing_requirements()
+
+    def up(self, spec: SiteSpec, *, owner: int | None = None) -> None:
+        """Start a site and return when every host answers on its port.
+
+        `owner` is a process whose end also ends the site.
+        Raises: LabError when something is missing or in the way, or a host does not start.
+        """
+        self._refuse_to_start(spec)
+        with ExitStack() as stack:
+            listeners = {
+                name: stack.enter_context(_listen(name, host.port))
+                for name, host in spec.hosts.items()
+            }
+            self._clear_away()
+            self.state.mkdir(parents=True, mode=0o755)
+            (self.state / MARKER).touch()
+            ports = {name: s.getsockname()[1] for name, s in listeners.items()}
+            self._write_state(spec, ports)
+            self._start_supervisor({n: s.fileno() for n, s in listeners.items()}, owner)
+        for name, port in ports.items():
+            _wait_for_sshd(name, port)
+
+    def down(self) -> None:
+        """End the site and remove everything of it; fine when there is none.
+
+        Raises: LabError when the directory is not a lab's, or a process does not end.
+        """
+        self._refuse_foreign_directory()
+        pids = live_pids(self.state)
+        if pids:
+            with suppress(ProcessLookupError):
+                os.kill(pids["supervisor"], signal.SIGTERM)
+        end = time.monotonic() + _END_S
+        # After an unclean end the pids on file may be anybody's: only those of a live lab count.
+        for name, pid in pids.items():
+            while not has_ended(pid):
+                if time.monotonic() > end:
+                    raise LabError(f"{name} (process {pid}) does not end", hint=f"kill -KILL {pid}")
+                time.sleep(0.02)
+        self._clear_away()
+
+    def status(self) -> SiteStatus:
+        """What runs now."""
+        pids = live_pids(self.state)
+        if not pids:
+            return SiteStatus(up=False)
+        site = SiteState(self.state)
+        hosts = []
+        for name, host in site.spec.hosts.items():
+            containers = {
+                vmid: "running" if site.is_running(name, vmid) else "stopped"
+                for vmid in host.containers
+            }
+            faults = active_faults(site, name)
+            hosts.append(
+                HostStatus(name, site.ports[name], host.ip, pids[name], faults, containers)
+            )
+        return SiteStatus(up=True, hosts=tuple(hosts))
+
+    def fault(self, host: str, name: str, value: str = "") -> None:
+        """Switch a fault on ("off": off); "none" switches off all of the host's.
+
+        Raises: LabError for an unknown host, fault, value or container.
+        """
+        set_fault(SiteState(self.state), host, name, value)
+
+    def in_host(
+        self, host: str, argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float = 60
+    ) -> subprocess.CompletedProcess[bytes]:
+        """Run a program on a host as root, without ssh; the exit status is not judged."""
+        return SiteState(self.state).in_host(host, argv, stdin=stdin, timeout_s=timeout_s)
+
+    def in_container(
+        self, host: str, vmid: int, script: str, *, stdin: bytes = b"", timeout_s: float = 60
+    ) -> subprocess.CompletedProcess[bytes]:
+        """Run a /bin/sh script in a container as root, without ssh and pct."""
+        site = SiteState(self.state)
+        return site.in_container(host, vmid, script, stdin=stdin, timeout_s=timeout_s)
+
+    def lan_command(self, argv: Sequence[str]) -> list[str]:
+        """The argv that runs `argv` on the lab's LAN, where hosts have their own addresses."""
+        return ["nsenter", "-t", str(SiteState(self.state).pid_of("lan")), "-n", *argv]
+
+    def pct_calls(self, host: str) -> list[str]:
+        """Every call of the host's pct so far: "TIME COMMAND VMID", the oldest first."""
+        log = SiteState(self.state).shared(host) / "pct_calls.log"
+        return log.read_text(encoding="utf-8").splitlines() if log.exists() else []
+
+    def hosts_yaml(
+        self,
+        *,
+        python: str = "/usr/bin/python3",
+        cpu: bool = False,
+        env: Mapping[str, str] | None = None,
+    ) -> str:
+        """The text of a hosts.yaml for dflashctl that points at this lab.
+
+        With `cpu` the roles are threads on the CPU; otherwise five eighths of a host's GPUs are
+        for the target and the rest for the drafter. `env` goes to every container.
+        """
+        site = SiteState(self.state)
+        lines = ["version: 1", "hosts:"]
+        for name, host in site.spec.hosts.items():
+            lines += [
+                f"  {name}:",
+                "    address: root@127.0.0.1",
+                f"    port: {site.ports[name]}",
+                f"    identity_file: {json.dumps(str(self.key))}",
+                f"    ssh_config: {json.dumps(str(self.ssh_config))}",
+                f"    known_hosts: {json.dumps(str(self.known_hosts))}",
+                "    containers:",
+            ]
+            for vmid in host.containers:
+                lines += [f"      {vmid}:", "        workspace: /workspace"]
+                lines += [f"        python: {json.dumps(python)}"]
+                lines += [f"        gpus: {_roles(host, cpu=cpu)}"]
+                if env:
+                    lines += ["        env:"]
+                    lines += [f"          {key}: {json.dumps(env[key])}" for key in env]
+        return "\n".join(lines) + "\n"
+
+    def _refuse_to_start(self, spec: SiteSpec) -> None:
+        missing = missing_requirements()
+        if missing:
+            raise LabError("this machine cannot run a lab: " + "; ".join(missing))
+        size = len(os.fsencode(self.state))
+        if size > MAX_STATE_BYTES:
+            raise LabError(
+                f"{self.state} has {size} bytes; {MAX_STATE_BYTES} is the most, for the unix "
+                "sockets below it",
+                hint="dflashctl lab up --state SHORTER",
+            )
+        if live_pids(self.state):
+            raise LabError(
+                f"the lab in {self.state} is already up",
+                hint=f"dflashctl lab down --state {self.state}",
+            )
+        self._refuse_foreign_directory()
+        for path in _sources(spec):
+            if not Path(path).exists():
+                raise LabError(f"{path} does not exist and cannot be shown in a container")
+
+    def _refuse_foreign_directory(self) -> None:
+        if self.state.exists() and not (self.state / MARKER).exists() and _has_entries(self.state):
+            raise LabError(f"{self.state} exists and is not a lab's state directory")
+
+    def _clear_away(self) -> None:
+        """Remove what a lab that is down has left: its cgroups, then its directory."""
+        name = read_json(self.state / "lab.json").get("cgroup")
+        if name:
+            _remove_cgroups(name)
+        if self.state.exists():
+            # The marker goes last: killed in between, the rest is still known as a lab's.
+            for path in sorted(self.state.iterdir(), key=lambda p: p.name == MARKER):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            self.state.rmdir()
+
+    def _write_state(self, spec: SiteSpec, ports: Mapping[str, int]) -> None:
+        _make_key(self.key, "laptop")
+        known = []
+        for name, host in spec.hosts.items():
+            directory = self.state / name
+            (directory / "mnt").mkdir(parents=True)
+            (directory / "shared").mkdir()
+            _make_key(directory / "host_key", name)
+            public = (directory / "host_key.pub").read_text(encoding="ascii").split()[:2]
+            known.append(f"[127.0.0.1]:{ports[name]},{host.ip} {' '.join(public)}\n")
+            write_json(directory / "shared/gpu.json", fresh_gpu_state(host.gpus))
+            write_json(directory / "shared/faults.json", {})
+        self.known_hosts.write_text("".join(known), encoding="ascii")
+        self.ssh_config.write_text(self._ssh_config(spec, ports), encoding="utf-8")
+        self.lan_ssh_config.write_text(self._lan_ssh_config(spec), encoding="utf-8")
+        SiteState.record(self.state, spec, ports, f"pve-lab-{os.getpid()}-{time.time_ns():x}")
+
+    def _ssh_config(self, spec: SiteSpec, ports: Mapping[str, int]) -> str:
+        first, *others = spec.hosts
+        blocks = [
+            f"Host {name}\n  HostName 127.0.0.1\n  Port {port}\n" for name, port in ports.items()
+        ]
+        # The first host by its address on the LAN, through another one.
+        blocks += [
+            f"Host {first}-via-{name}\n  HostName {spec.hosts[first].ip}\n  ProxyJump {name}\n"
+            for name in others
+        ]
+        return "".join(blocks) + self._ssh_options()
+
+    def _lan_ssh_config(self, spec: SiteSpec) -> str:
+        blocks = [f"Host {n} {h.ip}\n  HostName {h.ip}\n" for n, h in spec.hosts.items()]
+        return "".join(blocks) + self._ssh_options()
+
+    def _ssh_options(self) -> str:
+        return f"""Host *
+  User root
+  IdentityFile {self.key}
+  IdentitiesOnly yes
+  UserKnownHostsFile {self.known_hosts}
+  GlobalKnownHostsFile /dev/null
+  StrictHostKeyChecking yes
+  SendEnv LANG LC_*
+"""
+
+    def _start_supervisor(self, listeners: Mapping[str, int], owner: int | None) -> None:
+        ready, ready_inside = os.pipe()
+        orders = {"listeners": dict(listeners), "ready": ready_inside, "owner": owner}
+        python = [sys.executable, "-P", "-m", SUPERVISOR, str(self.state), json.dumps(orders)]
+        environment = {**os.environ, "PYTHONPATH": str(_PACKAGE_ROOT)}
+        environment["PATH"] = f"{environment.get('PATH', '')}:{SEARCH_PATH}"
+        with (self.state / "lab.log").open("wb") as log:
+            # setsid --fork: the site outlives this process and is nobody's child to wait for.
+            subprocess.run(
+                ["setsid", "--fork", *python],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd="/",
+                env=environment,
+                pass_fds=[ready_inside, *listeners.values()],
+                check=True,
+            )
+        os.close(ready_inside)
+        try:
+            # End of file without a word: the supervisor has ended.
+            answered = bool(select.select([ready], [], [], _START_S)[0]) and os.read(ready, 16)
+        finally:
+            os.close(ready)
+        if not answered:
+            log_text = (self.state / "lab.log").read_text(encoding="utf-8", errors="replace")
+            self.down()
+            raise LabError(f"the lab did not start:\n{log_text.strip()}")
+
+
+def _sources(spec: SiteSpec) -> list[str]:
+    containers = [c for host in spec.hosts.values() for c in host.containers.values()]
+    exposed = [path for c in containers for path in c.expose]
+    return [*spec.expose, *exposed, *(m.source for c in containers for m in c.mounts.values())]
+
+
+def _has_entries(directory: Path) -> bool:
+    return not directory.is_dir() or any(directory.iterdir())
+
+
+def _listen(name: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server(("127.0.0.1", port), backlog=64)
+    except OSError as error:
+        raise LabError(
+            f"port {port} of 127.0.0.1: {error.strerror}",
+            place=name,
+            hint="port 0 takes any free one",
+        ) from None
+
+
+def _make_key(path: Path, comment: str) -> None:
+    command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", comment, "-f", str(path)]
+    subprocess.run(command, check=True)
+
+
+def _wait_for_sshd(name: str, port: int) -> None:
+    end = time.monotonic() + _START_S
+    while time.monotonic() < end:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5) as s:
+            if s.recv(4) == b"SSH-":
+                return
+        time.sleep(0.02)
+    raise LabError(f"sshd does not answer on 127.0.0.1:{port}", place=name)
+
+
+def _roles(host: HostSpec, *, cpu: bool) -> str:
+    if cpu:
+        return "{target: [cpu], drafter: [cpu]}"
+    target = max(1, host.gpus * 5 // 8)
+    return f"{{target: {list(range(target))}, drafter: {list(range(target, host.gpus))}}}"
+
+
+def _remove_cgroups(name: str) -> None:
+    """Remove a lab's cgroups. LXC made them below the root or below the cgroup of some process."""
+    tops = []
+    for directory, below, _ in os.walk(_CGROUPS):
+        if name in below:
+            below.remove(name)
+            tops.append(Path(directory, name))
+    for top in tops:
+        for directory_, _, _ in os.walk(top, topdown=False):  # children first
+            _remove_cgroup(Path(directory_))
+
+
+def _remove_cgroup(directory: Path) -> None:
+    for _ in range(50):  # the kernel needs a moment to empty the cgroup of killed processes
+        try:
+            directory.rmdir()
+        except FileNotFoundError:
+            return
+        except OSError:
+            time.sleep(0.05)
+        else:
+            return

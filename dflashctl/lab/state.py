@@ -1,0 +1,140 @@
+"""A lab's state directory: what it holds, who is alive, and how to run something inside.
+
+DIR/lab.json      the site, its ports, the name of its cgroups
+DIR/pids.json     {"supervisor": PID, "lan": PID, HOST: PID of the host's pid 1}
+DIR/lab.log       what the supervisor and the hosts said
+DIR/key, known_hosts, ssh_config, ssh_config.lan
+DIR/HOST/shared/  seen inside as /var/lib/pve-lab/shared: faults.json, gpu.json, pct_calls.log, ...
+"""
+
+import json
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dflashctl.errors import LabError
+from dflashctl.lab.spec import SiteSpec, dump_site, parse_site
+
+MARKER = ".dflashctl-lab"
+SUPERVISOR = "dflashctl.lab.supervisor"
+# The longest path of a unix socket is 107 bytes; this leaves room for "/cm-" and a 40-digit hash,
+# which OpenSSH's ControlPath of tests and demos below the state directory needs.
+MAX_STATE_BYTES = 60
+_INSIDE = ["env", "-i", "PATH=/usr/sbin:/usr/bin:/sbin:/bin", "HOME=/root", "LANG=C.UTF-8"]
+
+
+class SiteState:
+    """What a state directory says about its site; reads files anew on every question."""
+
+    def __init__(self, state: Path) -> None:
+        self.state = state
+        data = read_json(state / "lab.json")
+        if not data:
+            raise LabError(f"there is no lab in {state}", hint=f"dflashctl lab up --state {state}")
+        self.spec = parse_site(data["site"], f"{state}/lab.json")
+        self.cgroup: str = data["cgroup"]
+        self.ports: dict[str, int] = data["ports"]
+
+    @staticmethod
+    def record(state: Path, spec: SiteSpec, ports: Mapping[str, int], cgroup: str) -> None:
+        """Write lab.json."""
+        write_json(
+            state / "lab.json", {"site": dump_site(spec), "ports": dict(ports), "cgroup": cgroup}
+        )
+
+    def shared(self, host: str) -> Path:
+        """The directory that a host and its containers see as well."""
+        return self.state / host / "shared"
+
+    def pid_of(self, name: str) -> int:
+        """The process that holds a host's namespaces ("lan": the LAN's).
+
+        Raises: LabError when that host does not run.
+        """
+        pids = live_pids(self.state)
+        if name not in pids:
+            known = ", ".join(self.spec.hosts)
+            what = f"no host {name}; known are {known}" if pids else "the lab is down"
+            raise LabError(
+                f"{what} (state {self.state})", hint=f"dflashctl lab status --state {self.state}"
+            )
+        return pids[name]
+
+    def check_container(self, host: str, vmid: int) -> None:
+        """Raises: LabError when the site has no such host or container."""
+        self.pid_of(host)
+        known = self.spec.hosts[host].containers
+        if vmid not in known:
+            names = ", ".join(map(str, known)) or "none"
+            raise LabError(f"no container {vmid}; known are {names}", place=host)
+
+    def is_running(self, host: str, vmid: int) -> bool:
+        """Whether a container runs, by LXC's command socket, as pct decides it."""
+        socket = f"@/var/lib/lxc/{host}/{vmid}/command"
+        # /proc/PID/net is that process's network namespace: no need to enter it.
+        sockets = Path(f"/proc/{self.pid_of(host)}/net/unix").read_text(encoding="utf-8")
+        return any(line.endswith(socket) for line in sockets.splitlines())
+
+    def in_host(
+        self, host: str, argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float = 60
+    ) -> subprocess.CompletedProcess[bytes]:
+        """Run a program on a host, without ssh. Output is captured, the exit status not judged."""
+        enter = ["nsenter", "-t", str(self.pid_of(host)), "-a", *_INSIDE]
+        try:
+            return subprocess.run(
+                [*enter, *argv], input=stdin, capture_output=True, timeout=timeout_s, check=False
+            )
+        except subprocess.TimeoutExpired:
+            raise LabError(
+                f"{' '.join(argv)[:200]} took longer than {timeout_s:g} s", place=host
+            ) from None
+
+    def in_container(
+        self, host: str, vmid: int, script: str, *, stdin: bytes = b"", timeout_s: float = 60
+    ) -> subprocess.CompletedProcess[bytes]:
+        """Run a /bin/sh script in a container, without ssh and pct."""
+        self.check_container(host, vmid)
+        attach = ["lxc-attach", "-P", f"/var/lib/lxc/{host}", "-n", str(vmid), "--clear-env"]
+        argv = [*attach, "--", "sh", "-c", script]
+        return self.in_host(host, argv, stdin=stdin, timeout_s=timeout_s)
+
+
+def live_pids(state: Path) -> dict[str, int]:
+    """Processes of a lab that is up, by name; empty when it is down."""
+    pids: dict[str, int] = read_json(state / "pids.json")
+    try:
+        # The pid of a dead supervisor may belong to somebody else by now.
+        command = Path(f"/proc/{pids['supervisor']}/cmdline").read_bytes().split(b"\0")
+    except (KeyError, OSError):
+        return {}
+    return pids if SUPERVISOR.encode() in command and os.fsencode(state) in command else {}
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process is gone, or is a zombie that nobody reaped yet."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return True
+    return status.rpartition(")")[2].split()[0] == "Z"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, or an empty one when the file is missing or no JSON."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def write_json(path: Path, data: object) -> None:
+    """Replace a JSON file in one step: readers see the old text or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump(data, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)

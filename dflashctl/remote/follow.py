@@ -1,0 +1,260 @@
+"""Follow one run inside its container: log, events, process and end, as records on stdout.
+
+Standard library only; dflashctl sends this text to ``python3 -I -S -c TEXT JSON``. By hand:
+
+    python3 dflashctl/remote/follow.py '{"root": "/workspace/runs/x", "log": "train_stdout_x.log",
+        "start": {"log": {"tail_lines": 10}, "events": {}}, "once": true}'
+
+A record is one line of JSON, ``{"k": KIND, "n": LENGTH, ...}``, and LENGTH raw bytes:
+
+    hello   now                     once, first
+    at      f (log or events), o (offset), id, head    where reading of a file begins
+    log     o (offset), id, [head]  bytes of the log
+    events  o (offset), id, [head]  bytes of metrics.jsonl
+    note    f (log or events), why  "truncated" or "replaced": the file starts again at offset 0
+    beat    now, process            every beat_s seconds; process is alive, starting or gone
+    end     why, now                last; why is exit (payload: exit.json), lost, never-started,
+                                    absent (no such run) or once
+
+The beat has a second use: when the reader is gone, writing it ends this program (SIGPIPE).
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+CHUNK_BYTES = 64 * 1024
+CHUNKS_A_TURN = 16
+HEAD_BYTES = 64  # tells a rewritten file from a grown one
+LOST_AFTER_S = 3.0  # a resume replaces exit.json and process.json one after the other
+START_WITHIN_S = 20.0
+# A reader that takes nothing for this long is dead behind a stalled link: end, it will come back.
+BLOCKED_S = 60
+
+
+class Tail:
+    """One growing file, sent from a position on; notices truncation and replacement."""
+
+    def __init__(self, kind: str, path: Path, start: dict[str, Any]) -> None:
+        self.kind = kind
+        self.path = path
+        self.start = start
+        self.fd = -1
+        self.id = ""
+        self.offset = 0
+        self.head = b""
+        self.told_head = b""
+
+    def pump(self) -> bool:
+        """Send what is there, at most CHUNKS_A_TURN records; return whether anything was sent."""
+        if self.start.get("skip") or (self.fd < 0 and not self._open()):
+            return False
+        sent = self._send_rest()
+        try:
+            now = self.path.stat()
+        except FileNotFoundError:
+            return sent  # moved away; the next file will come under this name
+        if str(now.st_ino) != self.id:
+            if self._send_rest():
+                return True  # first everything of the old file
+            self._restart("replaced")
+            return self._open()
+        kept = os.pread(self.fd, HEAD_BYTES, 0)[: len(self.head)]
+        if now.st_size < self.offset or kept != self.head:
+            self._rewind("truncated")
+            return True
+        return sent
+
+    def _open(self) -> bool:
+        try:
+            self.fd = os.open(self.path, os.O_RDONLY)
+        except FileNotFoundError:
+            return False
+        found = os.fstat(self.fd)
+        self.id = str(found.st_ino)
+        start, self.start = self.start, {}
+        if "offset" in start:
+            self._resume(start, found.st_size)
+        elif "tail_lines" in start:
+            self.offset = offset_of_last_lines(self.fd, found.st_size, start["tail_lines"])
+        elif "tail_bytes" in start:
+            self.offset = offset_of_tail(self.fd, found.st_size, start["tail_bytes"])
+        self.head = self.told_head = os.pread(self.fd, min(HEAD_BYTES, self.offset), 0)
+        send("at", f=self.kind, o=self.offset, id=self.id, head=self.head.hex())
+        return True
+
+    def _resume(self, start: dict[str, Any], size: int) -> None:
+        head = bytes.fromhex(start["head"])
+        if start["id"] and start["id"] != self.id:
+            send("note", f=self.kind, why="replaced")
+        elif size < start["offset"] or os.pread(self.fd, len(head), 0) != head:
+            send("note", f=self.kind, why="truncated")
+        else:
+            self.offset = start["offset"]
+
+    def _restart(self, why: str) -> None:
+        os.close(self.fd)
+        self.fd = -1
+        self._rewind(why)
+
+    def _rewind(self, why: str) -> None:
+        self.offset = 0
+        self.head = self.told_head = b""
+        send("note", f=self.kind, why=why)
+
+    def _send_rest(self) -> bool:
+        for turn in range(CHUNKS_A_TURN):
+            data = os.pread(self.fd, CHUNK_BYTES, self.offset)
+            if not data:
+                return turn > 0
+            if len(self.head) < HEAD_BYTES:
+                self.head = os.pread(self.fd, min(HEAD_BYTES, self.offset + len(data)), 0)
+            fields: dict[str, Any] = {"o": self.offset, "id": self.id}
+            if self.head != self.told_head:
+                fields["head"] = self.head.hex()
+                self.told_head = self.head
+            send(self.kind, data, **fields)
+            self.offset += len(data)
+        return True
+
+
+def send(kind: str, payload: bytes = b"", **fields: Any) -> None:
+    """Write one record and flush it; SIGALRM ends the program when nobody takes it."""
+    header = json.dumps({"k": kind, "n": len(payload), **fields}, separators=(",", ":"))
+    signal.alarm(BLOCKED_S)
+    sys.stdout.buffer.write(header.encode() + b"\n" + payload)
+    sys.stdout.buffer.flush()
+    signal.alarm(0)
+
+
+def offset_of_last_lines(fd: int, size: int, num_lines: int) -> int:
+    """Return where the last ``num_lines`` lines begin; an unfinished last line counts as one."""
+    if num_lines <= 0:
+        return size
+    position, needed = size, num_lines
+    if size and os.pread(fd, 1, size - 1) == b"\n":
+        needed += 1
+    while position > 0:
+        start = max(0, position - CHUNK_BYTES)
+        block = os.pread(fd, position - start, start)
+        found = len(block)
+        while needed and (found := block.rfind(b"\n", 0, found)) >= 0:
+            needed -= 1
+        if not needed:
+            return start + found + 1
+        position = start
+    return 0
+
+
+def offset_of_tail(fd: int, size: int, num_bytes: int) -> int:
+    """Return the start of the first whole line within the last ``num_bytes``."""
+    start = max(0, size - num_bytes)
+    position = start
+    if start == 0 or os.pread(fd, 1, start - 1) == b"\n":
+        return start
+    while block := os.pread(fd, CHUNK_BYTES, position):
+        if (found := block.find(b"\n")) >= 0:
+            return position + found + 1
+        position += len(block)
+    return start  # one line longer than num_bytes
+
+
+def start_ticks(pid: Any) -> int | None:
+    """Return field 22 of /proc/PID/stat, or None when the process is gone or a zombie."""
+    try:
+        stat = Path(f"/proc/{int(pid)}/stat").read_text(encoding="utf-8", errors="replace")
+        fields = stat.rpartition(")")[2].split()
+        return None if fields[0] in ("Z", "X") else int(fields[19])
+    except (OSError, ValueError, TypeError, IndexError):
+        return None
+
+
+def is_alive(process: dict[str, Any]) -> bool:
+    """Tell whether the runner or the trainer of process.json still runs (same boot, same start)."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    if process.get("boot_id") != boot_id:
+        return False
+    for who in ("runner", "trainer"):
+        ticks = start_ticks(process.get(f"{who}_pid"))
+        if ticks is not None and ticks == process.get(f"{who}_start_ticks"):
+            return True
+    return False
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Return the object in ``path``, or None when there is no readable one."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+class Run:
+    """The process of a run and how it ended."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.state = "starting"
+        self.since = time.monotonic()
+
+    def end(self) -> tuple[str, bytes] | None:
+        """Return why the run is over and exit.json if there is one; None while it goes on."""
+        try:
+            return "exit", (self.root / "exit.json").read_bytes()
+        except FileNotFoundError:
+            pass
+        if not self.root.is_dir():
+            return "absent", b""
+        process = read_json(self.root / "process.json")
+        state = "starting" if process is None else "alive" if is_alive(process) else "gone"
+        if state != self.state:
+            self.state, self.since = state, time.monotonic()
+        waited = time.monotonic() - self.since
+        if state == "gone" and waited > LOST_AFTER_S:
+            return "lost", b""
+        if state == "starting" and waited > START_WITHIN_S:
+            return "never-started", b""
+        return None
+
+
+def log_path(root: Path, name: str) -> Path:
+    """Return the log of the run: where its manifest says, else under ``name`` in ``root``."""
+    manifest = read_json(root / "manifest.json") or {}
+    return Path(str(manifest.get("log_path") or root / name))
+
+
+def main() -> None:
+    """Follow the run that argv[1] names until it ends or the reader is gone."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    asked = json.loads(sys.argv[1])
+    root = Path(asked["root"])
+    tails = [
+        Tail("events", root / "metrics.jsonl", asked["start"]["events"]),
+        Tail("log", log_path(root, asked["log"]), asked["start"]["log"]),
+    ]
+    run = Run(root)
+    send("hello", now=time.time())
+    next_beat = 0.0
+    while True:
+        over = run.end()
+        if asked.get("once") and not (over and over[0] == "absent"):
+            over = "once", b""
+        moved = [tail.pump() for tail in tails]
+        if over and not any(moved):
+            send("end", over[1], why=over[0], now=time.time())
+            return
+        if time.monotonic() >= next_beat:
+            send("beat", now=time.time(), process=run.state)
+            next_beat = time.monotonic() + asked.get("beat_s", 2.0)
+        if not any(moved):
+            time.sleep(asked.get("poll_s", 0.2))
+
+
+if __name__ == "__main__":
+    main()

@@ -5,6 +5,7 @@ hands back bytes. Everything above it is a Script; ``frame`` makes a Script of a
 """
 
 import json
+import re
 import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,7 +14,24 @@ from typing import Any
 
 from dflashctl.errors import DflashctlError
 
-Sink = Callable[[bytes], None]
+Sink = Callable[[bytes], None]  # may raise EnoughRead
+
+STDERR_KEPT_BYTES = 64 * 1024
+
+_NOISE = re.compile(
+    r"perl: warning: |\t(LANGUAGE|LC_\w+|LANG) = |    are supported and installed on your system"
+    r"|.*setlocale: LC_\w+: cannot change locale|Warning: Permanently added "
+)
+
+
+class EnoughRead(Exception):  # noqa: N818 - a signal from a Sink, not an error
+    """Raised by a Sink that has all it waits for; execute ends soon, with or without a status."""
+
+
+def readable(stderr: bytes) -> str:
+    """Decode ``stderr`` for a message, without locale warnings and the like."""
+    lines = stderr.decode("utf-8", "replace").splitlines()
+    return "\n".join(line for line in lines if not _NOISE.match(line)).strip()
 
 
 @dataclass(frozen=True)
@@ -58,7 +76,7 @@ class ScriptResult:
     def check(self, error: type[DflashctlError], message: str, *, place: str) -> "ScriptResult":
         """Return self when rc is 0, else raise ``error`` with the end of stderr as its hint."""
         if self.rc != 0:
-            tail = self.stderr.decode("utf-8", "replace").strip()[-2000:]
+            tail = readable(self.stderr)[-2000:]
             raise error(f"{message} (exit status {self.rc})", hint=tail, place=place)
         return self
 
@@ -75,6 +93,7 @@ class Transport(ABC):
     """A way to one place. Not thread-safe: one thread at a time, open before fan-out."""
 
     place: str  # "kpro6" or "kpro6/200", for messages
+    user: str = ""  # login name on the host, known after open()
     round_trips: int = 0  # remote commands run so far
 
     @abstractmethod
@@ -91,10 +110,13 @@ class Transport(ABC):
         stdin: Iterable[bytes],
         on_stdout: Sink,
         deadline_s: float | None,
+        silence_s: float | None = None,
     ) -> Finished:
         """Run ``argv`` exactly, feed ``stdin`` and close it, drain both streams at once.
 
-        Raises: UnreachableError when the link dies or the deadline passes.
+        ``deadline_s`` bounds the whole, ``silence_s`` the time without a byte either way.
+        Raises: UnreachableError, with code ``link-lost`` when the connection died and
+        ``timeout`` when a limit passed.
         """
 
     @abstractmethod

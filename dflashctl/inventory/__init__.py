@@ -1,0 +1,22 @@
+"""hosts.yaml as checked objects: hosts, their containers, and the selection of places."""
+
+from dflashctl.inventory.hosts_file import (
+    FILE_NAME,
+    find_inventory,
+    load_inventory,
+    parse_inventory,
+)
+from dflashctl.inventory.model import Container, Host, Inventory, Place
+from dflashctl.inventory.starter import STARTER
+
+__all__ = [
+    "FILE_NAME",
+    "STARTER",
+    "Container",
+    "Host",
+    "Inventory",
+    "Place",
+    "find_inventory",
+    "load_inventory",
+    "parse_inventory",
+]

@@ -1,0 +1,178 @@
+"""One child process with bytes both ways: feeds stdin, drains stdout and stderr at once.
+
+Waits are bounded by a deadline, by silence, or not at all; the child has a process group of its
+own, which dies with SIGKILL when a limit passes or the caller is interrupted.
+"""
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import IO
+
+from dflashctl.errors import UnreachableError
+from dflashctl.transport.base import STDERR_KEPT_BYTES, EnoughRead, Finished, Sink
+
+CHUNK_BYTES = 256 * 1024
+_TICK_S = 0.1  # how often an exit with pipes still held open by a grandchild is noticed
+_GRACE_S = 0.5  # for the last bytes of stderr after the child ended or the sink had enough
+
+
+class Limits:
+    """When to give up: a moment for the whole, and a longest silence."""
+
+    def __init__(self, place: str, deadline_s: float | None, silence_s: float | None) -> None:
+        self._place = place
+        self._deadline_s, self._silence_s = deadline_s, silence_s
+        self._started_s = self._last_s = time.monotonic()
+
+    def touch(self) -> None:
+        """Note that bytes moved."""
+        self._last_s = time.monotonic()
+
+    def check(self) -> None:
+        """Raise UnreachableError with code ``timeout`` when a limit has passed."""
+        now_s = time.monotonic()
+        if self._deadline_s is not None and now_s - self._started_s > self._deadline_s:
+            raise self._timeout(f"no end within {self._deadline_s:g} s")
+        if self._silence_s is not None and now_s - self._last_s > self._silence_s:
+            raise self._timeout(f"no sign of life for {self._silence_s:g} s")
+
+    def _timeout(self, what: str) -> UnreachableError:
+        return UnreachableError(
+            what,
+            place=self._place,
+            code="timeout",
+            hint="the host may be stalled or slow, and the command may still be running there; "
+            "look with `dflashctl status`, or give it more time with --timeout",
+        )
+
+
+def run_child(argv: Sequence[str], stdin: Iterable[bytes], sink: Sink, limits: Limits) -> Finished:
+    """Run ``argv`` and return how it ended; a negative wait status becomes 128 + signal.
+
+    Raises: UnreachableError (code ``timeout``); what ``stdin`` or ``sink`` raise, EnoughRead apart.
+    """
+    process = subprocess.Popen(
+        argv,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        bufsize=0,
+    )
+    pump = _Pump(process, stdin, sink, limits)
+    try:
+        pump.run()
+    finally:
+        pump.close()
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return Finished(pump.status, bytes(pump.stderr))
+
+
+class _Pump:
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        stdin: Iterable[bytes],
+        sink: Sink,
+        limits: Limits,
+    ) -> None:
+        if process.stdin is None or process.stdout is None or process.stderr is None:
+            raise ValueError("the child needs three pipes")
+        self._process = process
+        self._stdin, self._stdout, self._stderr = process.stdin, process.stdout, process.stderr
+        self._source: Iterator[bytes] = iter(stdin)
+        self._unsent = memoryview(b"")
+        self._sink, self._limits = sink, limits
+        self._enough = False
+        self._selector = selectors.DefaultSelector()
+        self.stderr = bytearray()
+        self.status: int | None = None
+
+    def run(self) -> None:
+        for stream in (self._stdin, self._stdout, self._stderr):
+            os.set_blocking(stream.fileno(), False)
+        self._selector.register(self._stdin, selectors.EVENT_WRITE)
+        self._selector.register(self._stdout, selectors.EVENT_READ)
+        self._selector.register(self._stderr, selectors.EVENT_READ)
+        ends_at_s: float | None = None
+        while True:
+            moved = self._step()
+            status = self._process.poll()
+            if status is not None:
+                self.status = status if status >= 0 else 128 - status
+            reading = {key.fileobj for key in self._selector.get_map().values()} - {self._stdin}
+            if status is not None and not reading:
+                return
+            if status is not None or self._enough:
+                # A grandchild may hold the pipes for ever: wait for quiet, not for their end.
+                if moved or ends_at_s is None:
+                    ends_at_s = time.monotonic() + _GRACE_S
+                elif time.monotonic() > ends_at_s:
+                    return
+            self._limits.check()
+
+    def _step(self) -> bool:
+        """Move what can be moved now; return whether bytes came in."""
+        if not self._selector.get_map():
+            time.sleep(_TICK_S / 10)  # all streams closed, the child not yet reaped
+            return False
+        moved = False
+        for key, _ in self._selector.select(_TICK_S):
+            if key.fileobj is self._stdin:
+                self._write()
+            elif key.fileobj is self._stdout:
+                moved |= self._read(self._stdout, is_stdout=True)
+            else:
+                moved |= self._read(self._stderr, is_stdout=False)
+        return moved
+
+    def _write(self) -> None:
+        try:
+            while not self._unsent:
+                self._unsent = memoryview(next(self._source))
+            num_sent = os.write(self._stdin.fileno(), self._unsent[:CHUNK_BYTES])
+        except StopIteration:
+            self._end(self._stdin)
+        except BlockingIOError:
+            return
+        except OSError:  # the child takes no more; how it ends says why
+            self._end(self._stdin)
+        else:
+            self._unsent = self._unsent[num_sent:]
+            self._limits.touch()
+
+    def _read(self, stream: IO[bytes], *, is_stdout: bool) -> bool:
+        try:
+            chunk = os.read(stream.fileno(), CHUNK_BYTES)
+        except BlockingIOError:
+            return False
+        if not chunk:
+            self._end(stream)
+            return True
+        self._limits.touch()
+        if not is_stdout:
+            self.stderr += chunk
+            del self.stderr[:-STDERR_KEPT_BYTES]
+        elif not self._enough:
+            try:
+                self._sink(chunk)
+            except EnoughRead:
+                self._enough = True
+        return True
+
+    def _end(self, stream: IO[bytes]) -> None:
+        self._selector.unregister(stream)
+        stream.close()
+
+    def close(self) -> None:
+        self._selector.close()
+        for stream in (self._stdin, self._stdout, self._stderr):
+            stream.close()

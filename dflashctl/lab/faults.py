@@ -11,7 +11,7 @@ from pathlib import Path
 from dflashctl.errors import LabError
 from dflashctl.lab.container import LAB
 from dflashctl.lab.gpu_state import set_gpu_state
-from dflashctl.lab.state import SiteState, read_json, write_json
+from dflashctl.lab.state import SiteState, read_json, wait_for_sshd, write_json
 from dflashctl.lab.supervisor import set_link
 
 Apply = Callable[[SiteState, str, str], None]
@@ -35,24 +35,43 @@ def set_fault(site: SiteState, host: str, name: str, value: str) -> None:
     Raises: LabError for an unknown host, fault, value or container.
     """
     site.pid_of(host)
-    active = active_faults(site, host)
     if name == "none":
-        for each in FAULTS.values():
-            each.clear(site, host)
-        active = {}
+        _clear_all(site, host)
     elif value == "off":
         _find(name).clear(site, host)
-        active.pop(name, None)
+        _record(site, host, {k: v for k, v in active_faults(site, host).items() if k != name})
     else:
         fault = _find(name)
         if not re.fullmatch(fault.pattern, value, re.DOTALL):
             raise LabError(
                 f"{name}: found {value!r}, expected {fault.value}: {fault.help}", place=host
             )
-        fault.apply(site, host, value)
-        active[name] = value
-    # One-shot faults (sshd_kill) have nothing to remember.
-    write_json(site.shared(host) / "faults.json", {k: v for k, v in active.items() if k in _KEPT})
+        _apply(site, host, name, value)
+
+
+def _apply(site: SiteState, host: str, name: str, value: str) -> None:
+    before = active_faults(site, host)
+    # Recorded first: whatever ends this process, "none" knows what to undo.
+    _record(site, host, {**before, name: value})
+    try:
+        FAULTS[name].apply(site, host, value)
+    except LabError:
+        _record(site, host, before)
+        raise
+
+
+def _clear_all(site: SiteState, host: str) -> None:
+    active = active_faults(site, host)
+    for name in active:
+        FAULTS[name].clear(site, host)
+    _clear_gpu(site, host)  # tests write gpu.json directly, too
+    _record(site, host, {})
+    if "sshd_kill" in active:
+        wait_for_sshd(host, site.ports[host])
+
+
+def _record(site: SiteState, host: str, active: dict[str, str]) -> None:
+    write_json(site.shared(host) / "faults.json", active)
 
 
 def active_faults(site: SiteState, host: str) -> dict[str, str]:
@@ -245,4 +264,3 @@ FAULTS: dict[str, Fault] = {
     ),
     "lock": Fault("VMID", _VMID, "'lock: backup' in its configuration", _lock, _clear_lock),
 }
-_KEPT = frozenset(FAULTS) - {"sshd_kill"}

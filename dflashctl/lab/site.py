@@ -34,6 +34,7 @@ from dflashctl.lab.state import (
     has_ended,
     live_pids,
     read_json,
+    wait_for_sshd,
     write_json,
 )
 
@@ -97,7 +98,7 @@ class Lab:
             self._write_state(spec, ports)
             self._start_supervisor({n: s.fileno() for n, s in listeners.items()}, owner)
         for name, port in ports.items():
-            _wait_for_sshd(name, port)
+            wait_for_sshd(name, port)
 
     def down(self) -> None:
         """End the site and remove everything of it; fine when there is none.
@@ -142,6 +143,16 @@ class Lab:
         Raises: LabError for an unknown host, fault, value or container.
         """
         set_fault(SiteState(self.state), host, name, value)
+
+    def restore(self) -> None:
+        """Every host without faults, every container running or stopped as after ``up``."""
+        site = SiteState(self.state)
+        for name, host in site.spec.hosts.items():
+            set_fault(site, name, "none", "")
+            for vmid, container in host.containers.items():
+                if site.is_running(name, vmid) != container.onboot:
+                    verb = "start" if container.onboot else "stop"
+                    site.in_host(name, ["pct", verb, str(vmid)])
 
     def in_host(
         self, host: str, argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float = 60
@@ -332,16 +343,6 @@ def _listen(name: str, port: int) -> socket.socket:
 def _make_key(path: Path, comment: str) -> None:
     command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", comment, "-f", str(path)]
     subprocess.run(command, check=True)
-
-
-def _wait_for_sshd(name: str, port: int) -> None:
-    end = time.monotonic() + _START_S
-    while time.monotonic() < end:
-        with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5) as s:
-            if s.recv(4) == b"SSH-":
-                return
-        time.sleep(0.02)
-    raise LabError(f"sshd does not answer on 127.0.0.1:{port}", place=name)
 
 
 def _roles(host: HostSpec, *, cpu: bool) -> str:

@@ -9,8 +9,11 @@ DIR/HOST/shared/  seen inside as /var/lib/pve-lab/shared: faults.json, gpu.json,
 
 import json
 import os
+import socket
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ SUPERVISOR = "dflashctl.lab.supervisor"
 # The longest path of a unix socket is 107 bytes; this leaves room for "/cm-" and a 40-digit hash,
 # which OpenSSH's ControlPath of tests and demos below the state directory needs.
 MAX_STATE_BYTES = 60
+_SSHD_S = 30.0
 _INSIDE = ["env", "-i", "PATH=/usr/sbin:/usr/bin:/sbin:/bin", "HOME=/root", "LANG=C.UTF-8"]
 
 
@@ -72,10 +76,10 @@ class SiteState:
 
     def is_running(self, host: str, vmid: int) -> bool:
         """Whether a container runs, by LXC's command socket, as pct decides it."""
-        socket = f"@/var/lib/lxc/{host}/{vmid}/command"
+        name = f"@/var/lib/lxc/{host}/{vmid}/command"
         # /proc/PID/net is that process's network namespace: no need to enter it.
         sockets = Path(f"/proc/{self.pid_of(host)}/net/unix").read_text(encoding="utf-8")
-        return any(line.endswith(socket) for line in sockets.splitlines())
+        return any(line.endswith(name) for line in sockets.splitlines())
 
     def in_host(
         self, host: str, argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float = 60
@@ -119,6 +123,20 @@ def has_ended(pid: int) -> bool:
     except OSError:
         return True
     return status.rpartition(")")[2].split()[0] == "Z"
+
+
+def wait_for_sshd(host: str, port: int) -> None:
+    """Return when a host's sshd greets on its port of 127.0.0.1.
+
+    Raises: LabError when it does not within 30 s.
+    """
+    end = time.monotonic() + _SSHD_S
+    while time.monotonic() < end:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5) as s:
+            if s.recv(4) == b"SSH-":
+                return
+        time.sleep(0.02)
+    raise LabError(f"sshd does not answer on 127.0.0.1:{port}", place=host)
 
 
 def read_json(path: Path) -> dict[str, Any]:

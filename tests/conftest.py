@@ -1,0 +1,45 @@
+"""Fixtures for all tests: the look-alike Proxmox site (docs/lab.md), one for the whole session."""
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dflashctl.lab.interpreter import python_paths
+from dflashctl.lab.site import Lab
+from dflashctl.lab.spec import default_site
+
+
+@pytest.fixture(scope="session")
+def lab_site() -> Iterator[Lab]:
+    """kpro6 (8 GPUs; container 200 runs, 201 is stopped) and kpro7 (2 GPUs; container 200).
+
+    This Python, with torch, is visible in the containers under its own path. The port numbers and
+    the state directory are new ones. Faults and power states are restored after each test.
+    """
+    missing = Lab.missing_requirements()
+    if missing:
+        reason = "no lab on this machine: " + "; ".join(missing)
+        if os.environ.get("CI") == "true":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    # Short, unlike tmp_path: unix sockets live below it. Its end comes with this process's.
+    lab = Lab(Path(tempfile.mkdtemp(prefix="lab-")))
+    lab.up(default_site("2g", expose=tuple(python_paths(sys.executable))), owner=os.getpid())
+    try:
+        yield lab
+    finally:
+        lab.down()
+
+
+@pytest.fixture(autouse=True)
+def restored_lab(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After each test that used the lab: no fault, and the power states it started with."""
+    uses_lab = request.node.get_closest_marker("lab") and "lab_site" in request.fixturenames
+    lab: Lab | None = request.getfixturevalue("lab_site") if uses_lab else None
+    yield
+    if lab is not None:
+        lab.restore()

@@ -1,8 +1,8 @@
 """Follow a run from the laptop: its events and log bytes, each exactly once.
 
 A program in the container (``remote/follow.py``) sends records; this side keeps the position of
-every file, so that over any number of lost links it goes on at the next byte. The end of a stream means
-nothing by itself: only an ``end`` record, which the program sends when the run is over, ends it.
+every file, so that over any number of lost links it goes on at the next byte. A stream that ends
+means nothing by itself: only an ``end`` record, sent when the run is over, ends the follow.
 """
 
 import json
@@ -19,7 +19,7 @@ from dflashctl.errors import (
     UnreachableError,
     UsageError,
 )
-from dflashctl.remote import program
+from dflashctl.program import Program
 from dflashctl.transport import stream_script
 from dflashctl.transport.base import Script, Transport
 from trainer.contract.errors import ContractError
@@ -230,13 +230,8 @@ class _Session:
             "start": {name: file.argument() for name, file in self._files.items()},
             "once": self._once,
         }
-        return Script.python(
-            program("follow"),
-            arguments,
-            interpreter=self._what.interpreter,
-            deadline_s=SILENCE_S,
-            what="follow",
-        )
+        python = self._what.interpreter
+        return Program("follow", arguments, deadline_s=SILENCE_S, python=python).script()
 
     def feed(self, data: bytes) -> None:
         """Take bytes of the link. What the reader raises is kept, so that no transport hides it."""

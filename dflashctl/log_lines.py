@@ -1,4 +1,4 @@
-"""Log bytes as lines that are safe to show: escapes removed, progress bars collapsed, long ones cut.
+"""Log bytes as lines safe to show: no escapes, progress bars collapsed, long lines cut.
 
 A log may hold anything: colours, window titles, half UTF-8 characters at the end of a chunk,
 progress bars drawn with carriage returns, lines of megabytes. The bytes themselves stay untouched

@@ -1,0 +1,121 @@
+"""Tables of runs: ``status`` and ``runs list``; and how a run ended, in words."""
+
+import signal
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+from dflashctl.operations.runs import RunRow
+from dflashctl.render.tables import duration, figure, format_table
+from dflashctl.run_status import PlaceFailure, RunStatus
+
+
+def outcome(state: str, record: dict[str, Any] | None) -> str:
+    """Say how a run stands: ``finished``, ``failed: exit status 1 (ERROR)``, ``failed: killed by``."""
+    if state == "lost":
+        return "lost: the process is gone and left no exit.json"
+    if state == "never-started":
+        return "never started: no process.json"
+    if record is None or state not in ("failed", "killed"):
+        return state
+    how = f"exit status {record.get('rc')}"
+    if state == "killed":
+        how = f"killed by {signal_name(record.get('signal'))}"
+    if record.get("oom_kill"):
+        how += ", out of memory"
+    return f"failed: {how}" + (f" ({record['error']})" if record.get("error") else "")
+
+
+def signal_name(number: object) -> str:
+    """Return ``signal 9 (SIGKILL)``."""
+    try:
+        return f"signal {number} ({signal.Signals(int(str(number))).name})"
+    except ValueError:
+        return f"signal {number}"
+
+
+def progress(step: dict[str, Any] | None) -> str:
+    """Return ``120/6500`` of a step event."""
+    if not step or step.get("step") is None:
+        return "-"
+    total = step.get("num_steps")
+    return str(step["step"]) if total is None else f"{step['step']}/{total}"
+
+
+def status_table(runs: Sequence[RunStatus]) -> str:
+    """Return one line a run."""
+    headers = ("PLACE", "TAG", "STATE", "STEP", "LOSS", "Ktok/s", "ETA", "EVENT", "CHECKPOINT")
+    rows = [(run.place, run.tag, run.state, *_figures(run), run.last_checkpoint) for run in runs]
+    return format_table(headers, rows)
+
+
+def status_lines(run: RunStatus) -> str:
+    """Return what is known of one run, a line each."""
+    record = run.exit or {}
+    step = run.step or {}
+    facts: list[tuple[str, object]] = [
+        ("run", f"{run.tag} on {run.place}"),
+        ("state", outcome(run.state, run.exit)),
+        ("step", progress(run.step)),
+        ("loss", figure(step.get("loss"), ".4f")),
+        ("speed", f"{_ktok(step)} Ktok/s"),
+        ("last event", _ago(run.last_event_age_s)),
+        ("last log line", _ago(run.log_age_s)),
+        ("last checkpoint", run.last_checkpoint or record.get("last_checkpoint") or "none"),
+        ("release", (run.release or "-")[:12]),
+    ]
+    if run.state == "running":
+        facts.insert(5, ("ETA", duration(step.get("eta_s"))))
+    if run.evaluation and run.evaluation.get("acceptance_length") is not None:
+        facts.append(("acceptance", figure(run.evaluation["acceptance_length"], ".3f")))
+    width = max(len(name) for name, _ in facts)
+    return "".join(f"{name.ljust(width)}  {value}\n" for name, value in facts)
+
+
+def runs_table(rows: Sequence[RunRow]) -> str:
+    """Return the list of runs, oldest first."""
+    headers = ("TAG", "PLACE", "STATE", "STEP", "CREATED", "HERE")
+    table = [
+        (
+            row.tag,
+            row.place or "-",
+            row.state,
+            progress(row.status.step if row.status else None),
+            _date(row.created_unix_s),
+            row.here or "-",
+        )
+        for row in rows
+    ]
+    return format_table(headers, table)
+
+
+def failure_lines(failures: Sequence[PlaceFailure]) -> str:
+    """Return a line for each container that gave no answer, for stderr."""
+    lines = []
+    for failure in failures:
+        lines.append(f"error[{failure.code}]: {failure.place}: {failure.message}\n")
+        if failure.hint:
+            lines.append(f"  hint: {failure.hint.splitlines()[0]}\n")
+    return "".join(lines)
+
+
+def _figures(run: RunStatus) -> tuple[str, str, str, str, str]:
+    step = run.step or {}
+    eta = duration(step.get("eta_s")) if run.state == "running" else "-"
+    loss = figure(step.get("loss"), ".4f")
+    return progress(run.step), loss, _ktok(step), eta, _ago(run.last_event_age_s)
+
+
+def _ktok(step: dict[str, Any]) -> str:
+    rate = step.get("tokens_per_s")
+    return figure(rate / 1000 if isinstance(rate, int | float) else None, ".2f")
+
+
+def _ago(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{duration(seconds)} ago"
+
+
+def _date(unix_s: float | None) -> str:
+    if unix_s is None:
+        return "-"
+    return datetime.fromtimestamp(unix_s).astimezone().strftime("%Y-%m-%d %H:%M")

@@ -1,0 +1,199 @@
+"""What a watcher knows of a run, built item by item: figures, log lines, alerts. Pure, no clock.
+
+Times given as ``mono_s`` come from the watcher's own monotonic clock; times of events come from the
+container's clock, which heartbeats carry, so a wrong clock on either side changes no age.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from dflashctl.event_stream import Ended, Heartbeat, Item, LogBytes, Notice, RunEvent
+from dflashctl.log_lines import LineAssembler
+
+NUM_LOG_LINES = 200
+STALL_AFTER_S = 60.0  # and at least STALL_STEPS times the usual step
+STALL_STEPS = 10
+QUIET_PHASE_AFTER_S = 900.0  # loading and compiling say nothing for minutes
+DROP_FRAC = 0.7  # of the run's own baseline
+NUM_RECENT = 5
+NUM_BASELINE = 200
+MIN_BASELINE = 20
+_TRAINING = ("train", "training")
+
+
+@dataclass(frozen=True)
+class Alert:
+    """Something that a person should look at; kind: stall, throughput, non-finite, link, log."""
+
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Device:
+    """Memory of one GPU (or of the process, on a CPU)."""
+
+    name: str
+    memory_bytes: float | None
+    peak_bytes: float | None
+
+
+@dataclass
+class RunView:
+    """The present picture of one run. ``update`` changes it; readers only look."""
+
+    tag: str
+    place: str
+    phase: str = ""
+    process: str = ""
+    step: dict[str, Any] = field(default_factory=dict)
+    evaluation: dict[str, Any] = field(default_factory=dict)
+    checkpoint: dict[str, Any] = field(default_factory=dict)
+    num_compiles: int = 0
+    compile_s: float = 0.0
+    num_events: int = 0
+    num_non_finite: int = 0
+    non_finite_step: int | None = None
+    warnings: deque[str] = field(default_factory=lambda: deque(maxlen=5))
+    losses: deque[float] = field(default_factory=lambda: deque(maxlen=200))
+    rates: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_BASELINE + NUM_RECENT))
+    step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=50))
+    log: deque[str] = field(default_factory=lambda: deque(maxlen=NUM_LOG_LINES))
+    link: str = ""  # why there is no link, or ""
+    notes: deque[str] = field(default_factory=lambda: deque(maxlen=3))
+    ended: Ended | None = None
+    _lines: LineAssembler = field(default_factory=LineAssembler)
+    _event_unix_s: float | None = None
+    _beat_unix_s: float | None = None
+    _beat_mono_s: float = 0.0
+
+    def update(self, item: Item, mono_s: float) -> None:
+        """Take one item of the stream, which arrived at ``mono_s``."""
+        if isinstance(item, LogBytes):
+            self.log.extend(self._lines.feed(item.data))
+        elif isinstance(item, RunEvent):
+            self._take_event(item.event)
+        elif isinstance(item, Heartbeat):
+            self.process, self.link = item.process, ""
+            self._beat_unix_s, self._beat_mono_s = item.now_unix_s, mono_s
+        elif isinstance(item, Notice):
+            self._take_notice(item)
+        else:
+            self.ended = item
+
+    @property
+    def log_tail(self) -> list[str]:
+        """The last lines of the log, with the unfinished one at the end."""
+        partial = self._lines.partial
+        return [*self.log, partial] if partial else list(self.log)
+
+    @property
+    def devices(self) -> list[Device]:
+        """Memory per GPU, in the order of the trainer."""
+        used, peak = self.step.get("memory_bytes"), self.step.get("peak_memory_bytes")
+        names = list(dict.fromkeys([*_by_device(used), *_by_device(peak)]))
+        return [Device(n, _by_device(used).get(n), _by_device(peak).get(n)) for n in names]
+
+    def age_s(self, mono_s: float) -> float | None:
+        """Seconds since the last event happened, by the container's clock; None before one."""
+        if self._event_unix_s is None or self._beat_unix_s is None:
+            return None
+        now_unix_s = self._beat_unix_s + (mono_s - self._beat_mono_s)
+        return max(0.0, now_unix_s - self._event_unix_s)
+
+    def alerts(self, mono_s: float) -> list[Alert]:
+        """What is wrong now, the gravest first; nothing once the run has ended."""
+        if self.ended is not None:
+            return []
+        found = [self._non_finite(), self._link(), self._stall(mono_s), self._throughput()]
+        return [alert for alert in found if alert is not None]
+
+    def _take_event(self, event: dict[str, Any]) -> None:
+        self.num_events += 1
+        self._event_unix_s = float(event.get("t_unix_s") or 0.0)
+        kind = event["kind"]
+        if kind == "step":
+            self._take_step(event)
+        elif kind == "phase":
+            self.phase = str(event.get("phase", ""))
+        elif kind == "compile":
+            self.num_compiles += 1
+            self.compile_s += _number(event.get("seconds_s", event.get("compile_s"))) or 0.0
+        elif kind == "warning":
+            self.warnings.append(str(event.get("message", "")))
+        elif kind == "checkpoint":
+            self.checkpoint = event
+        elif kind == "eval":
+            self.evaluation = event
+
+    def _take_step(self, event: dict[str, Any]) -> None:
+        self.step = event
+        loss = _number(event.get("loss"))
+        if loss is None:
+            self.num_non_finite += 1
+            self.non_finite_step = event.get("step")
+        else:
+            self.losses.append(loss)
+        for key, kept in (("tokens_per_s", self.rates), ("step_s", self.step_seconds)):
+            if (value := _number(event.get(key))) is not None:
+                kept.append(value)
+
+    def _take_notice(self, notice: Notice) -> None:
+        if notice.kind == "disconnected":
+            self.link = notice.text
+            return
+        if notice.kind == "connected":
+            self.link = ""
+        else:
+            self._lines.restart()
+        self.notes.append(notice.text)
+
+    def _non_finite(self) -> Alert | None:
+        if not self.num_non_finite:
+            return None
+        text = f"loss was not finite in {self.num_non_finite} step events"
+        return Alert("non-finite", f"{text}, last at step {self.non_finite_step}")
+
+    def _link(self) -> Alert | None:
+        return Alert("link", self.link) if self.link else None
+
+    def _stall(self, mono_s: float) -> Alert | None:
+        age_s = self.age_s(mono_s)
+        if age_s is None or self.process != "alive" or self.link:
+            return None
+        if self.phase and self.phase not in _TRAINING:
+            limit_s = QUIET_PHASE_AFTER_S
+        else:
+            usual_s = median(self.step_seconds) if self.step_seconds else 0.0
+            limit_s = max(STALL_AFTER_S, STALL_STEPS * usual_s)
+        if age_s <= limit_s:
+            return None
+        return Alert("stall", f"no event for {age_s:.0f} s (the process is alive)")
+
+    def _throughput(self) -> Alert | None:
+        rates = list(self.rates)
+        recent, before = rates[-NUM_RECENT:], rates[:-NUM_RECENT]
+        if len(before) < MIN_BASELINE:
+            return None
+        now, usual = median(recent), median(before)
+        if now >= DROP_FRAC * usual:
+            return None
+        share = f"{100 * now / usual:.0f} % of this run's own {usual / 1000:.2f}"
+        return Alert("throughput", f"{now / 1000:.2f} Ktok/s, {share}")
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value)
+
+
+def _by_device(value: Any) -> dict[str, float | None]:
+    """Read a figure that is told per device: a mapping, a list in order, or one number."""
+    if isinstance(value, dict):
+        return {str(name): _number(figure) for name, figure in value.items()}
+    if isinstance(value, list):
+        return {str(index): _number(figure) for index, figure in enumerate(value)}
+    return {} if value is None else {"0": _number(value)}

@@ -156,9 +156,10 @@ class _Run:
         record = ProcessRecord(
             run_id=self._manifest.run_id,
             runner_pid=os.getpid(),
+            runner_start_ticks=start_ticks(os.getpid()),
             trainer_pid=child.pid,
+            trainer_start_ticks=start_ticks(child.pid),
             pgid=child.pid,
-            start_ticks=start_ticks(child.pid),
             boot_id=boot_id(),
             started_unix_s=round(started, 3),
         )

@@ -21,9 +21,10 @@ class ProcessRecord:
 
     run_id: str
     runner_pid: int
+    runner_start_ticks: int  # in clock ticks since boot
     trainer_pid: int
-    pgid: int
-    start_ticks: int  # of the trainer, in clock ticks since boot
+    trainer_start_ticks: int
+    pgid: int  # of the trainer
     boot_id: str
     started_unix_s: float
     v: int = VERSION
@@ -46,14 +47,11 @@ class ProcessRecord:
             raise ManifestError(f"process.json is not readable: {error}") from error
 
     def alive(self) -> bool:
-        """Say whether the trainer still runs: same pid, start ticks and boot, and no zombie."""
-        if boot_id() != self.boot_id:
-            return False
-        try:
-            fields = _stat_fields(self.trainer_pid)
-        except OSError:
-            return False
-        return int(fields[_START_TICKS_FIELD]) == self.start_ticks and fields[0] not in ("Z", "X")
+        """Say whether the run is running: its runner or its trainer lives."""
+        return boot_id() == self.boot_id and (
+            _lives(self.runner_pid, self.runner_start_ticks)
+            or _lives(self.trainer_pid, self.trainer_start_ticks)
+        )
 
 
 def boot_id() -> str:
@@ -64,6 +62,15 @@ def boot_id() -> str:
 def start_ticks(pid: int) -> int:
     """Return when ``pid`` started, in clock ticks since boot. Raises: OSError when it is gone."""
     return int(_stat_fields(pid)[_START_TICKS_FIELD])
+
+
+def _lives(pid: int, ticks: int) -> bool:
+    """Say whether this very process lives; a zombie does not."""
+    try:
+        fields = _stat_fields(pid)
+    except OSError:
+        return False
+    return int(fields[_START_TICKS_FIELD]) == ticks and fields[0] not in ("Z", "X")
 
 
 def _stat_fields(pid: int) -> list[str]:

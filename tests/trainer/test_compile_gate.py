@@ -1,0 +1,363 @@
+"""The compile gate against real torch.compile (backends eager and aot_eager), real threads."""
+
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch._dynamo.config
+import torch._functorch.config
+import torch.fx._symbolic_trace
+import torch.fx.traceback
+import torch.nn.attention.flex_attention as flex
+from torch import Tensor
+from torch._dynamo.callback import on_compile_start
+from torch._dynamo.convert_frame import compile_lock
+from torch.fx import GraphModule
+
+from trainer.compile_gate import CompileEvent, CompileGate, GateSettings
+from trainer.errors import CompileGateError
+
+
+@pytest.fixture
+def events() -> list[CompileEvent]:
+    return []
+
+
+@pytest.fixture
+def gate(events: list[CompileEvent]) -> Iterator[CompileGate]:
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        made = CompileGate(GateSettings(backend="aot_eager"), on_event=events.append)
+        yield made
+        made.close()
+    torch._dynamo.reset()
+
+
+def _run(threads: list[threading.Thread]) -> None:
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def test_warm_reader_waits_while_another_thread_compiles_and_then_passes() -> None:
+    compiling, go_on = threading.Event(), threading.Event()
+
+    def flag_and_block(graph: GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        # In the middle of a compile the process-wide FX tracing flag is up.
+        if inputs[0].numel() == 5:
+            torch.fx._symbolic_trace._is_fx_tracing_flag = True
+            compiling.set()
+            assert go_on.wait(10)
+            torch.fx._symbolic_trace._is_fx_tracing_flag = False
+        return graph.forward
+
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        gate = CompileGate(GateSettings(backend=flag_and_block))
+    step = gate.wrap(lambda x: x + 1)
+    results: list[torch.Tensor] = []
+
+    def of_size(size: int) -> None:
+        with gate.step(size):
+            results.append(step(torch.ones(size)))
+
+    of_size(3)
+    writer = gate.spawn(lambda: of_size(5), "writer")
+    reader = gate.spawn(lambda: of_size(3), "reader")
+    writer.start()
+    assert compiling.wait(10)
+    reader.start()
+    time.sleep(0.2)
+    assert len(results) == 1
+    go_on.set()
+    writer.join(10)
+    reader.join(10)
+    gate.close()
+    torch._dynamo.reset()
+    assert sorted(r.numel() for r in results) == [3, 3, 5]
+    assert gate.stats.num_unexpected == 0
+
+
+def test_unexpected_shape_on_the_shared_side_is_refused_and_run_again_alone(
+    gate: CompileGate,
+) -> None:
+    double = gate.wrap(lambda x: x * 2)
+    gate.run("key", lambda: double(torch.ones(3)))
+    calls: list[int] = []
+
+    def other_shape() -> torch.Tensor:
+        calls.append(gate.stats.num_exclusive)
+        return double(torch.ones(5))
+
+    assert gate.run("key", other_shape).tolist() == [2.0] * 5
+    assert calls == [2, 3]  # refused on the shared side, then alone; wrap was the first
+    assert gate.stats.num_unexpected == 1
+    assert compile_lock.acquire(blocking=False)
+    compile_lock.release()
+    assert gate.run("key", lambda: double(torch.ones(5))).tolist() == [2.0] * 5
+    assert (gate.stats.num_exclusive, gate.stats.num_graphs) == (3, 2)
+
+
+def test_refused_compile_without_run_is_an_error_that_names_the_guard(gate: CompileGate) -> None:
+    double = gate.wrap(lambda x: x * 2)
+    with gate.step("key"):
+        double(torch.ones(3))
+    with gate.step("key"), pytest.raises(RuntimeError, match="expected 3, actual 5"):
+        double(torch.ones(5))
+
+
+def test_backend_that_raises_leaves_the_key_unseen_and_others_go_on() -> None:
+    calls: list[int] = []
+
+    def fails_once(graph: GraphModule, _inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        calls.append(1)
+        if len(calls) == 1:
+            raise ValueError("no such kernel")
+        return graph.forward
+
+    with warnings.catch_warnings():
+        gate = CompileGate(GateSettings(backend=fails_once))
+    try:
+        double = gate.wrap(lambda x: x * 2)
+        with (
+            pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="no such kernel"),
+            gate.step("key"),
+        ):
+            double(torch.ones(3))
+        done: list[float] = []
+
+        def step() -> None:
+            with gate.step("key"):
+                done.append(double(torch.ones(3))[0].item())
+
+        _run([gate.spawn(step, f"t{i}") for i in range(3)])
+        assert done == [2.0, 2.0, 2.0]
+        assert len(calls) == 2
+    finally:
+        gate.close()
+        torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_error_in_an_exclusive_step_frees_the_gate(
+    gate: CompileGate, error: type[BaseException]
+) -> None:
+    with pytest.raises(error), gate.step("key"):
+        raise error
+    done = threading.Event()
+
+    def step() -> None:
+        with gate.step("key"):
+            done.set()
+
+    _run([gate.spawn(step, "other")])
+    assert done.is_set()
+    assert gate.stats.num_exclusive == 2  # the key was still unseen
+
+
+def test_spawned_thread_has_the_gates_configuration(gate: CompileGate) -> None:
+    found: list[object] = []
+
+    def look() -> None:
+        found.extend(
+            [
+                torch._dynamo.config.recompile_limit,
+                torch._dynamo.config.accumulated_recompile_limit,
+                torch._functorch.config.force_non_lazy_backward_lowering,
+            ]
+        )
+
+    _run([gate.spawn(look, "worker")])
+    assert found == [1024, 4096, True]
+
+
+def test_four_threads_of_masks_leave_no_trace_annotation_behind(gate: CompileGate) -> None:
+    errors: list[BaseException] = []
+
+    def causal(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return q >= k
+
+    def build() -> None:
+        try:
+            for _ in range(20):
+                with gate.mask():
+                    flex.create_block_mask(causal, 1, 1, 64, 64, device="cpu", BLOCK_SIZE=32)
+        except BaseException as error:  # noqa: BLE001 - any error is the test's failure
+            errors.append(error)
+
+    _run([gate.spawn(build, f"mask{i}") for i in range(4)])
+    assert errors == []
+    assert "custom" not in torch.fx.traceback.current_meta
+
+
+def test_first_backward_after_seal_compiles_nothing(gate: CompileGate) -> None:
+    weight = torch.ones(3, requires_grad=True)
+    square = gate.wrap(lambda w, x: (w * x).square().sum())
+    with gate.step("key"):
+        square(weight, torch.ones(3))
+    gate.seal()
+    triggers: list[str] = []
+    on_compile_start(lambda args: triggers.append(args.callback_trigger.name))
+    with gate.step("key"):
+        square(weight, torch.full((3,), 2.0)).backward()
+    assert triggers == []
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [8.0, 8.0, 8.0]
+
+
+def test_new_key_after_seal_is_an_error(gate: CompileGate) -> None:
+    with gate.step("key"):
+        pass
+    gate.seal()
+    with gate.step("key"):
+        pass
+    with pytest.raises(CompileGateError, match="other was not warmed up"), gate.step("other"):
+        pass
+
+
+def test_refused_compile_after_seal_is_a_gate_error(gate: CompileGate) -> None:
+    double = gate.wrap(lambda x: x * 2)
+    gate.run("key", lambda: double(torch.ones(3)))
+    gate.seal()
+    with pytest.raises(CompileGateError, match="expected 3, actual 5"):
+        gate.run("key", lambda: double(torch.ones(5)))
+
+
+def test_step_inside_a_step_passes_through_but_a_trace_is_refused(gate: CompileGate) -> None:
+    with gate.step("a"), gate.step("b"), gate.trace():
+        pass
+    assert gate.stats.num_exclusive == 1
+    with gate.step("a"), gate.step("b"):
+        assert gate.stats.num_shared == 1
+        with pytest.raises(CompileGateError, match="trace before it"), gate.trace():
+            pass
+
+
+def test_compile_event_names_thread_key_and_reason(
+    gate: CompileGate, events: list[CompileEvent]
+) -> None:
+    double = gate.wrap(lambda x: x * 2)
+
+    def both() -> None:
+        for size in (3, 5):
+            with gate.step(("cpu", size)):
+                double(torch.ones(size))
+
+    _run([gate.spawn(both, "drafter-0")])
+    first, second = events
+    assert (first.thread, first.key, first.num_graphs) == ("drafter-0", "('cpu', 3)", 1)
+    assert first.expected
+    assert first.reasons == ()
+    assert "expected 3, actual 5" in second.reasons[0]
+
+
+def test_compile_outside_the_exclusive_side_is_reported_as_unexpected(
+    gate: CompileGate, events: list[CompileEvent]
+) -> None:
+    weight = torch.ones(3, requires_grad=True)
+    square = gate.wrap(lambda w: w.square().sum())
+    with gate.step("key"):  # the listener is there from the first exclusive step on
+        pass
+    torch._functorch.config.force_non_lazy_backward_lowering = False
+    try:
+        with gate.step("forward alone"):
+            loss = square(weight)
+        with gate.step("key"):
+            loss.backward()
+    finally:
+        torch._functorch.config.force_non_lazy_backward_lowering = True
+    assert [e.key for e in events if not e.expected] == ["LAZY_BACKWARD outside the exclusive side"]
+
+
+def test_compile_that_lasts_is_reported_with_stacks_and_ends_the_run() -> None:
+    reports: list[str] = []
+    limits: list[CompileGateError] = []
+    with warnings.catch_warnings():
+        gate = CompileGate(
+            GateSettings(backend="eager", watchdog_s=0.1, limit_s=0.5),
+            report=reports.append,
+            on_limit=limits.append,
+        )
+    release = threading.Event()
+    caught: list[str] = []
+
+    def hang_in_a_compile() -> None:
+        with gate.step("stuck"):
+            release.wait(20)
+
+    def wait_for_the_gate() -> None:
+        try:
+            with gate.step("next"):
+                pass
+        except CompileGateError as error:
+            caught.append(str(error))
+
+    stuck, waiter = gate.spawn(hang_in_a_compile, "stuck-one"), gate.spawn(wait_for_the_gate, "w")
+    stuck.start()
+    time.sleep(0.05)
+    waiter.start()
+    waiter.join(10)
+    release.set()
+    stuck.join(10)
+    gate.close()
+    assert reports[0].startswith("warning: stuck-one has compiled stuck for 0 s")
+    assert "hang_in_a_compile" in reports[0]
+    assert "longer than compile.limit_s" in caught[0]
+    assert len(limits) == 1
+
+
+def test_writer_is_not_starved_by_readers(gate: CompileGate) -> None:
+    with gate.step("warm"):
+        pass
+    stop, got_in = threading.Event(), threading.Event()
+
+    def read_for_ever() -> None:
+        while not stop.is_set():
+            with gate.step("warm"):
+                time.sleep(0.002)
+
+    def write() -> None:
+        with gate.step("new"):
+            got_in.set()
+
+    readers = [gate.spawn(read_for_ever, f"r{i}") for i in range(3)]
+    for reader in readers:
+        reader.start()
+    writer = gate.spawn(write, "w")
+    writer.start()
+    assert got_in.wait(5)
+    stop.set()
+    for thread in [*readers, writer]:
+        thread.join(5)
+
+
+def test_gate_without_compile_takes_no_lock_and_wraps_nothing() -> None:
+    gate = CompileGate(GateSettings(compile=False))
+
+    def plain(x: int) -> int:
+        return x + 1
+
+    assert gate.wrap(plain) is plain
+    with gate.step("a"):
+        done = threading.Event()
+
+        def other() -> None:
+            with gate.step("b"):
+                done.set()
+
+        _run([gate.spawn(other, "other")])
+        assert done.is_set()
+    gate.close()
+
+
+def test_flex_attention_that_would_run_dense_is_an_error(gate: CompileGate) -> None:
+    flex._WARNINGS_SHOWN.clear()  # it warns once in a process
+    with gate.step("key"), pytest.raises(UserWarning, match=r"called without torch\.compile"):
+        flex.flex_attention(*(torch.ones(1, 1, 16, 16) for _ in range(3)))

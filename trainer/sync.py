@@ -1,0 +1,90 @@
+"""Adds up the gradients of the drafter threads, so that every replica takes the same step.
+
+Each drafter holds its sums in one flat fp32 tensor on its own device. Replica r adds slice r of all
+replicas, in rank order, and everybody copies the finished slices: the result does not depend on
+which thread was first, and is the same to the bit in every replica.
+"""
+
+import itertools
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from trainer.errors import ChannelClosedError
+
+
+@dataclass
+class StepSums:
+    """What one drafter, or all together, summed up over the micro-batches of a step."""
+
+    loss_sum: float = 0.0
+    weight_sum: float = 0.0
+    num_tokens: int = 0
+    num_anchors: int = 0
+
+    def add(self, other: "StepSums") -> None:
+        """Add another drafter's sums to these."""
+        for item in fields(self):
+            setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
+
+
+class GradientSync:
+    """Meeting point of ``num_replicas`` drafter threads; each calls ``exchange`` once a step."""
+
+    def __init__(self, num_replicas: int) -> None:
+        self._num_replicas = num_replicas
+        self._barrier = threading.Barrier(num_replicas)
+        self._flats: list[Tensor | None] = [None] * num_replicas
+        self._sums = [StepSums() for _ in range(num_replicas)]
+
+    def exchange(self, rank: int, flat: Tensor, sums: StepSums) -> StepSums:
+        """Replace ``flat`` by the sum over all replicas; return the sums over all replicas.
+
+        Shapes: flat [P] fp32, the same P in every replica.
+        Raises: ChannelClosedError when another thread failed or the run is being stopped.
+        """
+        self._flats[rank], self._sums[rank] = flat, sums
+        self._meet(flat)
+        total = StepSums()
+        for one in self._sums:
+            total.add(one)
+        if self._num_replicas > 1:
+            flats = [f for f in self._flats if f is not None]
+            bounds = _slices(flat.numel(), self._num_replicas)
+            _add_slice(flats, rank, bounds[rank])
+            self._meet(flat)
+            for owner, (start, stop) in enumerate(bounds):
+                if owner != rank:
+                    flat[start:stop].copy_(flats[owner][start:stop])
+        self._meet(flat)
+        return total
+
+    def abort(self) -> None:
+        """Wake whoever waits here; ``exchange`` raises from now on."""
+        self._barrier.abort()
+
+    def _meet(self, flat: Tensor) -> None:
+        if flat.is_cuda:
+            torch.cuda.synchronize(flat.device)  # others read this memory from their own streams
+        try:
+            self._barrier.wait()
+        except threading.BrokenBarrierError as error:
+            raise ChannelClosedError("another drafter thread left the step") from error
+
+
+def _slices(length: int, num_parts: int) -> list[tuple[int, int]]:
+    edges = [length * part // num_parts for part in range(num_parts + 1)]
+    return list(itertools.pairwise(edges))
+
+
+def _add_slice(flats: Sequence[Tensor], rank: int, bounds: tuple[int, int]) -> None:
+    """Add slice ``bounds`` of all replicas into that of ``rank``, in rank order for every rank."""
+    start, stop = bounds
+    own = flats[rank][start:stop]
+    total = flats[0][start:stop].to(own.device, copy=True)
+    for flat in flats[1:]:
+        total += flat[start:stop].to(own.device)
+    own.copy_(total)

@@ -1,0 +1,73 @@
+"""Attention backends of the draft: flex on CUDA, dense SDPA elsewhere and as the check.
+
+A backend makes the masks of a batch and applies them; both see the same rule of model.masks.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from trainer.model.masks import BlockLayout, MaskRule, block_mask, dense_mask, rule_of
+
+Mask = Tensor | BlockMask
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class Attention(Protocol):
+    """What a draft layer needs of a backend."""
+
+    def masks(self, layout: BlockLayout, rules: dict[str, MaskRule]) -> dict[str, Mask]:
+        """Return one mask for each layer type in ``rules``."""
+        ...
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None) -> Tensor:
+        """Attend with grouped heads. Shapes: [R, H, Q, d], [R, K, T, d] twice -> [R, H, Q, d]."""
+        ...
+
+
+class SdpaAttention:
+    """Dense boolean mask: exact everywhere, memory of queries x keys."""
+
+    def masks(self, layout: BlockLayout, rules: dict[str, MaskRule]) -> dict[str, Mask]:
+        """Return one boolean mask [R, 1, Q, T] for each layer type."""
+        return {kind: dense_mask(layout, rule) for kind, rule in rules.items()}
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None) -> Tensor:
+        """Attend through scaled_dot_product_attention; a mask of None shows every key."""
+        if isinstance(mask, BlockMask):
+            raise TypeError("sdpa attention was given a flex BlockMask; make masks with .masks()")
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+
+
+class FlexAttention:
+    """Block-sparse flex_attention.
+
+    wrap: CompileGate.wrap, which compiles; None runs flex uncompiled, which is dense in memory,
+    has no backward on CPU and is meant for checks.
+    """
+
+    def __init__(self, wrap: Wrap | None) -> None:
+        plain: Any = flex_attention
+        self._flex: Callable[..., Any] = plain if wrap is None else wrap(plain)
+
+    def masks(self, layout: BlockLayout, rules: dict[str, MaskRule]) -> dict[str, Mask]:
+        """Return one BlockMask for each layer type."""
+        return {kind: block_mask(layout, rule) for kind, rule in rules.items()}
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None) -> Tensor:
+        """Attend through flex_attention; a mask of None shows every key."""
+        out: Tensor = self._flex(query, key, value, block_mask=mask, enable_gqa=True)
+        return out
+
+
+def rules_for(
+    layer_types: Iterable[str], block_size: int, sliding_window: int | None, *, causal: bool
+) -> dict[str, MaskRule]:
+    """Return the rule of every layer type that occurs."""
+    return {
+        kind: rule_of(kind, block_size, sliding_window, causal=causal)
+        for kind in dict.fromkeys(layer_types)
+    }

@@ -1,0 +1,242 @@
+"""From samples to batches: which samples, in which rows, with which anchors.
+
+A batch is a pure function of the run's seed and its index, so target threads may make batches in
+any order and a resumed run goes on with the same ones.
+"""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from trainer.contract.config import DataConfig, TrainConfig
+from trainer.data.anchors import anchor_seed, sample_anchors
+from trainer.data.dataset import ChatDataset
+from trainer.errors import DataError
+
+ROW_MULTIPLE = 16  # row lengths are rounded up to this, so that few shapes occur
+WINDOW_BATCHES = 64  # batches' worth of samples that are sorted by length together
+OPEN_ROWS = 16  # packed rows that are filled at the same time
+
+Rows = list[list[int]]
+
+
+@dataclass(frozen=True)
+class Document:
+    """Where a sample lies in a batch."""
+
+    sample_id: int
+    row: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch.
+
+    Shapes: input_ids [R, S] int64; loss_mask [R, S] bool; document_ids [R, S] int32, the index in
+    ``documents`` or -1 for padding; position_ids [R, S] int64, from 0 in each document;
+    anchor_positions [R, N] int64, ascending row positions, 0 where padded; anchor_keep [R, N].
+    """
+
+    index: int
+    epoch: int
+    input_ids: Tensor
+    loss_mask: Tensor
+    document_ids: Tensor
+    position_ids: Tensor
+    anchor_positions: Tensor
+    anchor_keep: Tensor
+    documents: tuple[Document, ...]
+    num_tokens: int
+    num_anchors: int
+
+    @property
+    def sample_ids(self) -> tuple[int, ...]:
+        """Samples in the order of ``documents``."""
+        return tuple(document.sample_id for document in self.documents)
+
+    def document_tokens(self) -> list[Tensor]:
+        """Token ids of each document, in the order of ``documents``. Shapes: [length] each."""
+        return [self.input_ids[d.row, d.start : d.start + d.length] for d in self.documents]
+
+    def to(self, device: torch.device | str) -> "Batch":
+        """Return the batch with its tensors on ``device``."""
+        moved = {
+            name: value.to(device, non_blocking=True)
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor)
+        }
+        return replace(self, **moved)  # type: ignore[arg-type]
+
+
+class BatchPlan:
+    """Which samples each batch holds; batch ``index`` counts through all epochs.
+
+    Every epoch visits every sample once in its own order. Safe to share between threads.
+    """
+
+    def __init__(self, lengths: Sequence[int], config: DataConfig, seed: int) -> None:
+        if not len(lengths):
+            raise DataError("a plan needs at least one sample")
+        longest = max(lengths)
+        if longest > config.token_budget:
+            raise DataError(
+                f"data.token_budget {config.token_budget}: the longest sample has {longest} tokens"
+            )
+        self._lengths = np.asarray(lengths, np.int64)
+        self._config, self._seed = config, seed
+        self._lock = threading.Lock()
+        self._epochs: dict[int, list[Rows]] = {}
+        self._ends: list[int] = []  # batches up to and with each epoch
+
+    @property
+    def batches_in_epoch(self) -> int:
+        """Batches of the first epoch; later ones may differ by a few, see ``num_batches``."""
+        return self.num_batches(1)
+
+    def num_batches(self, epochs: float) -> int:
+        """Batches in the first ``epochs`` epochs, at least 1; exact for whole numbers."""
+        whole = int(epochs)
+        with self._lock:
+            before = self._end(whole - 1)
+            part = epochs - whole
+            rest = round(part * (self._end(whole) - before)) if part else 0
+        return max(1, before + rest)
+
+    def batch(self, index: int) -> tuple[int, Rows]:
+        """Return (epoch, rows of sample positions); unpacked rows hold one sample each."""
+        with self._lock:
+            epoch = 0
+            while self._end(epoch) <= index:
+                epoch += 1
+            batches = self._batches(epoch)
+            return epoch, batches[index - self._end(epoch - 1)]
+
+    def _end(self, epoch: int) -> int:
+        while len(self._ends) <= epoch:
+            added = len(self._batches(len(self._ends)))
+            self._ends.append((self._ends[-1] if self._ends else 0) + added)
+        return self._ends[epoch] if epoch >= 0 else 0
+
+    def _batches(self, epoch: int) -> list[Rows]:
+        if epoch not in self._epochs:
+            rng = np.random.default_rng((self._seed, epoch))
+            order = rng.permutation(len(self._lengths))
+            made = self._packed(order) if self._config.packing else self._rows(order)
+            self._epochs = {k: v for k, v in self._epochs.items() if abs(k - epoch) <= 1}
+            self._epochs[epoch] = [made[i] for i in rng.permutation(len(made))]
+        return self._epochs[epoch]
+
+    def _rows(self, order: npt.NDArray[np.int64]) -> list[Rows]:
+        """Samples of similar length side by side, each in its own row."""
+        config = self._config
+        window = WINDOW_BATCHES * config.max_batch_size
+        made: list[Rows] = []
+        for start in range(0, len(order), window):
+            part = order[start : start + window]
+            by_length = part[np.argsort(-self._lengths[part], kind="stable")]
+            current: Rows = []
+            for sample in by_length.tolist():
+                longest = int(self._lengths[current[0][0]]) if current else 0
+                tokens = (len(current) + 1) * row_length(longest, config.token_budget)
+                if current and (tokens > config.token_budget or self._full(len(current))):
+                    made.append(current)
+                    current = []
+                current.append([sample])
+            made.append(current)
+        return made
+
+    def _packed(self, order: npt.NDArray[np.int64]) -> list[Rows]:
+        """One row of token_budget tokens a batch, filled first-fit over a few open rows."""
+        made: list[Rows] = []
+        open_rows: list[tuple[list[int], int]] = []
+        for sample in order.tolist():
+            length = int(self._lengths[sample])
+            for i, (row, left) in enumerate(open_rows):
+                if length <= left and not self._full(len(row)):
+                    row.append(sample)
+                    open_rows[i] = (row, left - length)
+                    break
+            else:
+                if len(open_rows) == OPEN_ROWS:
+                    made.append([open_rows.pop(0)[0]])
+                open_rows.append(([sample], self._config.token_budget - length))
+        return made + [[row] for row, _ in open_rows]
+
+    def _full(self, num_samples: int) -> bool:
+        return num_samples >= self._config.max_batch_size
+
+
+class BatchMaker:
+    """Makes batches; ``make`` is pure, so any thread may make any batch.
+
+    Raises (constructor): DataError when the mask token occurs in the data.
+    """
+
+    def __init__(self, dataset: ChatDataset, plan: BatchPlan, config: TrainConfig) -> None:
+        dataset.check_mask_token(config.draft.mask_token_id)
+        self._dataset, self._plan, self._config = dataset, plan, config
+
+    def make(self, index: int) -> Batch:
+        """Return batch ``index``, on the CPU."""
+        epoch, rows = self._plan.batch(index)
+        data = self._config.data
+        documents = self._documents(rows)
+        longest = max(d.start + d.length for d in documents)
+        width = data.token_budget if data.packing else row_length(longest, data.token_budget)
+        shape = (len(rows), width)
+        ids, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        mask, owner = np.zeros(shape, np.bool_), np.full(shape, -1, np.int32)
+        for number, document in enumerate(documents):
+            sample = self._dataset.samples[document.sample_id]
+            place = document.row, slice(document.start, document.start + document.length)
+            ids[place], mask[place], owner[place] = sample.input_ids, sample.loss_mask, number
+            positions[place] = np.arange(document.length)
+        seeds = [anchor_seed(self._config.seed, epoch, d.sample_id) for d in documents]
+        anchors, keep = sample_anchors(mask, owner, data.max_anchors, seeds)
+        return Batch(
+            index=index,
+            epoch=epoch,
+            input_ids=torch.from_numpy(ids),
+            loss_mask=torch.from_numpy(mask),
+            document_ids=torch.from_numpy(owner),
+            position_ids=torch.from_numpy(positions),
+            anchor_positions=torch.from_numpy(anchors),
+            anchor_keep=torch.from_numpy(keep),
+            documents=documents,
+            num_tokens=sum(d.length for d in documents),
+            num_anchors=int(keep.sum()),
+        )
+
+    def _documents(self, rows: Rows) -> tuple[Document, ...]:
+        documents: list[Document] = []
+        for number, row in enumerate(rows):
+            start = 0
+            for position in row:
+                sample = self._dataset.samples[position]
+                documents.append(Document(sample.sample_id, number, start, len(sample.input_ids)))
+                start += len(sample.input_ids)
+        return tuple(documents)
+
+
+def row_length(longest: int, token_budget: int) -> int:
+    """Return the padded length of rows whose longest sample has ``longest`` tokens."""
+    return min(-(-longest // ROW_MULTIPLE) * ROW_MULTIPLE, token_budget)
+
+
+def place_features(per_document: Sequence[Tensor], batch: Batch) -> Tensor:
+    """Lay the taps of each document where the batch has it; padding is 0.
+
+    Shapes: [length, n * D] in the order of batch.documents -> [R, S, n * D].
+    """
+    first = per_document[0]
+    placed = first.new_zeros(*batch.input_ids.shape, first.shape[-1])
+    for document, features in zip(batch.documents, per_document, strict=True):
+        placed[document.row, document.start : document.start + document.length] = features
+    return placed

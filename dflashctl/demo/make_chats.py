@@ -172,12 +172,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("part", choices=("train", "heldout"), help="which prompts")
     parser.add_argument("out", type=Path, help="JSONL file to write")
     parser.add_argument("--batch-size", type=int, default=BATCH_SIZE)
+    parser.add_argument("--max-new-tokens", type=int, default=MAX_NEW_TOKENS)
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16")
     options = parser.parse_args(argv)
     train, heldout = split()
     target = load_target(options.model_dir, DTYPES[options.dtype])
     prompts = train if options.part == "train" else heldout
-    make(target, prompts, options.out, options.batch_size)
+    make(target, prompts, options.out, options.batch_size, options.max_new_tokens)
     return 0
 
 

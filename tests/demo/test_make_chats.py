@@ -1,0 +1,123 @@
+"""Making chats with a target of two layers: padding, cutting, interruption."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import dflashctl.demo
+from dflashctl.demo.make_chats import answer, load_target, make, read_part
+from dflashctl.demo.prompts import split
+
+Target = tuple[PreTrainedModel, PreTrainedTokenizerBase]
+
+QUESTIONS = ["hi", "What is this?", "the the the hello, and a longer question than the others"]
+REAL_MODEL = os.environ.get("DFLASHCTL_SMOLLM2")
+
+
+@pytest.fixture(scope="module")
+def target(tiny_model: Path) -> Target:
+    return load_target(tiny_model, torch.float32)
+
+
+def test_an_answer_is_the_same_alone_and_in_a_padded_batch(target: Target):
+    together = answer(*target, QUESTIONS, 40)
+    alone = [answer(*target, [question], 40)[0] for question in QUESTIONS]
+    assert together == alone
+
+
+def test_an_answer_equals_the_argmax_of_one_whole_forward_per_token(target: Target):
+    model, tokenizer = target
+    [reply] = answer(model, tokenizer, ["hi"], 12)
+    text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    expected: list[int] = []
+    with torch.inference_mode():
+        while len(expected) < 12:
+            logits = model(torch.tensor([ids + expected]), use_cache=False).logits
+            expected.append(int(logits[0, -1].argmax()))
+    assert reply.token_ids == expected
+
+
+def test_an_answer_at_the_limit_is_marked_and_one_that_ends_is_not(target: Target):
+    model, tokenizer = target
+    [cut] = answer(model, tokenizer, ["hi"], 12)
+    assert cut.truncated
+    assert len(cut.token_ids) == 12
+    # The same model with the stop token's row copied from the first token it would say.
+    head = model.get_output_embeddings().weight
+    kept = head[2].clone()
+    with torch.no_grad():
+        head[2] = head[cut.token_ids[0]] * 2
+        try:
+            [ended] = answer(model, tokenizer, ["hi"], 12)
+        finally:
+            head[2] = kept
+    assert not ended.truncated
+    assert len(ended.token_ids) < 12
+    assert 2 not in ended.token_ids
+
+
+def test_a_line_with_unicode_line_ends_is_read_back_as_one(tmp_path: Path):
+    part = tmp_path / "chats.jsonl.part"
+    part.write_text('{"id": "a", "text": "one\u2028two\u0085three"}\n{"id": "b"')
+    assert list(read_part(part)) == ["a"]
+    assert part.read_text().endswith("}\n"), "the half line must be gone, or it joins the next"
+
+
+def test_an_interrupted_run_goes_on_and_gives_the_same_file(target: Target, tmp_path: Path):
+    prompts = split()[1][:10]
+    whole, resumed = tmp_path / "whole.jsonl", tmp_path / "resumed.jsonl"
+    make(target, prompts, whole, batch_size=4, max_new_tokens=8)
+    lines = {json.loads(line)["id"]: line for line in whole.read_text().split("\n")[:-1]}
+    finished = sorted(lines)[:3]
+    part = resumed.with_name("resumed.jsonl.part")
+    part.write_text("".join(lines[i] + "\n" for i in finished) + lines[sorted(lines)[3]][:20])
+    make(target, prompts, resumed, batch_size=4, max_new_tokens=8)
+    assert resumed.read_bytes() == whole.read_bytes()
+    assert [json.loads(line)["id"] for line in whole.read_text().split("\n")[:-1]] == [
+        prompt.prompt_id for prompt in prompts
+    ]
+    assert not part.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_kill_leaves_no_file_and_the_rerun_completes_it(tiny_model: Path, tmp_path: Path):
+    out = tmp_path / "heldout.jsonl"
+    part = tmp_path / "heldout.jsonl.part"
+    argv = [sys.executable, "-m", "dflashctl.demo.make_chats", str(tiny_model), "heldout", str(out)]
+    argv += ["--batch-size", "8", "--max-new-tokens", "16", "--dtype", "float32"]
+    process = subprocess.Popen(argv, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while not part.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert part.exists(), "the first batch was not reached in 60 s"
+    assert not out.exists()
+    done = subprocess.run(argv, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    assert len(out.read_text().split("\n")[:-1]) == 80
+    assert not part.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not REAL_MODEL, reason="DFLASHCTL_SMOLLM2 does not name the converted model")
+def test_the_held_out_answers_are_what_the_real_target_says_alone_in_fp32():
+    heldout = Path(dflashctl.demo.__file__).parent / "heldout.jsonl"
+    records = [json.loads(line) for line in heldout.read_text().split("\n")[:-1]]
+    shortest = sorted(records, key=lambda record: len(record["messages"][1]["content"]))[:4]
+    target = load_target(Path(REAL_MODEL), torch.float32)
+    for record in shortest:
+        question, expected = (message["content"] for message in record["messages"])
+        assert answer(*target, [question])[0].text == expected

@@ -78,7 +78,7 @@ class Value:
     @property
     def is_null(self) -> bool:
         """Whether nothing, ``null`` or ``~`` is written."""
-        return self.node.tag == f"{_TAG}null"
+        return bool(self.node.tag == f"{_TAG}null")
 
     def entries(self) -> list[tuple["Value", "Value"]]:
         """Return the pairs of a mapping whose keys are the user's own names.

@@ -10,7 +10,7 @@ import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import IO
 
 from dflashctl.errors import UnreachableError
@@ -33,6 +33,13 @@ class Limits:
         """Note that bytes moved."""
         self._last_s = time.monotonic()
 
+    def left_s(self, at_most_s: float) -> float:
+        """Return how long one wait may take, ``at_most_s`` at the longest."""
+        if self._deadline_s is None:
+            return at_most_s
+        left_s = self._deadline_s - (time.monotonic() - self._started_s)
+        return max(0.01, min(at_most_s, left_s))
+
     def check(self) -> None:
         """Raise UnreachableError with code ``timeout`` when a limit has passed."""
         now_s = time.monotonic()
@@ -51,7 +58,13 @@ class Limits:
         )
 
 
-def run_child(argv: Sequence[str], stdin: Iterable[bytes], sink: Sink, limits: Limits) -> Finished:
+def run_child(
+    argv: Sequence[str],
+    stdin: Iterable[bytes],
+    sink: Sink,
+    limits: Limits,
+    environment: Mapping[str, str] | None = None,
+) -> Finished:
     """Run ``argv`` and return how it ended; a negative wait status becomes 128 + signal.
 
     Raises: UnreachableError (code ``timeout``); what ``stdin`` or ``sink`` raise, EnoughRead apart.
@@ -62,6 +75,7 @@ def run_child(argv: Sequence[str], stdin: Iterable[bytes], sink: Sink, limits: L
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
+        env=environment,
         bufsize=0,
     )
     pump = _Pump(process, stdin, sink, limits)

@@ -156,9 +156,11 @@ def _run(
     try:
         finished = transport.execute(argv, _stdin(text, script.payload), parser.feed, *limits)
     except UnreachableError as error:
-        if parser.begun and error.code == "link-lost":
+        if parser.rc is None and parser.begun and error.code == "link-lost":
             raise _unknown(script, transport, error.message) from error
-        raise
+        if parser.rc is None:
+            raise
+        finished = Finished(None, b"")  # the end mark came; how the link went down matters not
     elapsed_s = time.monotonic() - started_s
     if parser.rc is None:
         raise _no_end(parser, finished, script, transport)

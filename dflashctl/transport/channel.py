@@ -1,0 +1,211 @@
+"""One command on a paramiko channel: bytes both ways, no wait without a limit.
+
+Fabric's run() decodes text, joins quadratically and reads the user's stdin; this loop does not.
+Three threads, as a channel lets one read while another writes: the caller's reads stdout, one
+drains stderr, one feeds stdin. None can block another, so no full window stops the whole.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from dflashctl.errors import UnreachableError
+from dflashctl.transport.base import STDERR_KEPT_BYTES, EnoughRead, Finished, Sink
+from dflashctl.transport.child import Limits
+
+if TYPE_CHECKING:
+    import paramiko
+
+_CHUNK_BYTES = 256 * 1024
+_PACKET_BYTES = 32 * 1024  # what a channel sends at once
+_TICK_S = 0.1
+_GRACE_S = 0.5  # for the last bytes of stderr after the command ended or the sink had enough
+_OPEN_S = 30.0  # to open a channel, when the command itself has no deadline
+_JOIN_S = 5.0
+
+
+class ChannelRun:
+    """Runs one shell line on an open paramiko transport."""
+
+    def __init__(self, link: "paramiko.Transport", place: str, limits: Limits) -> None:
+        self._link = link
+        self._place = place
+        self._limits = limits
+        self._stderr = bytearray()
+        self._feed_error: BaseException | None = None
+
+    def run(self, line: str, stdin: Iterable[bytes], sink: Sink) -> Finished:
+        """Run ``line``; the status is None when the remote shell died of a signal.
+
+        Raises: UnreachableError (``link-lost`` or ``timeout``), and what ``stdin`` or ``sink``
+        raise.
+        """
+        channel = self._start(line)
+        threads = [
+            threading.Thread(target=self._feed, args=(channel, stdin), daemon=True),
+            threading.Thread(target=self._drain_stderr, args=(channel,), daemon=True),
+        ]
+        try:
+            for thread in threads:
+                thread.start()
+            self._read(channel, sink, threads[1])
+        finally:
+            channel.close()
+            for thread in threads:
+                thread.join(_JOIN_S)
+        if self._feed_error is not None:
+            raise self._feed_error
+        status = channel.exit_status if channel.exit_status_ready() else -1
+        if status < 0 and not self._link.is_active():
+            raise self._lost()
+        return Finished(status if status >= 0 else None, bytes(self._stderr))
+
+    def _start(self, line: str) -> "paramiko.Channel":
+        import paramiko
+
+        limit_s = self._limits.left_s(_OPEN_S)
+        try:
+            channel = self._link.open_session(timeout=limit_s)
+            # exec_command waits for the host's reply without a limit of its own
+            timer = threading.Timer(limit_s, channel.close)
+            timer.daemon = True
+            timer.start()
+            try:
+                channel.exec_command(line)
+            finally:
+                timer.cancel()
+        except (paramiko.SSHException, EOFError, OSError) as error:
+            self._limits.check()
+            raise UnreachableError(
+                f"the host did not start the command: {error or type(error).__name__}",
+                place=self._place,
+                code="link-lost",
+                hint="the connection is gone, or the host allows no more sessions (MaxSessions)",
+            ) from error
+        channel.settimeout(_TICK_S)
+        return channel
+
+    def _read(self, channel: "paramiko.Channel", sink: Sink, stderr: threading.Thread) -> None:
+        at_end = enough = False
+        quiet_since_s = time.monotonic()
+        while self._feed_error is None:
+            moved = False
+            if not at_end:
+                chunk = self._receive(channel)
+                at_end = chunk == b""
+                moved = bool(chunk)
+                if chunk and not enough:
+                    try:
+                        sink(chunk)
+                    except EnoughRead:
+                        enough = True
+            else:
+                time.sleep(_TICK_S / 10)
+            if moved:
+                quiet_since_s = time.monotonic()
+                self._limits.touch()
+            ended = channel.exit_status_ready() or channel.closed
+            if at_end and ended and not stderr.is_alive():
+                return
+            # A background process may hold the streams for ever: wait for quiet, not for their end
+            if (ended or enough) and time.monotonic() - quiet_since_s > _GRACE_S:
+                return
+            self._limits.check()
+
+    @staticmethod
+    def _receive(channel: "paramiko.Channel") -> bytes | None:
+        """Return bytes, b"" at the end, or None when nothing came within a tick."""
+        try:
+            return channel.recv(_CHUNK_BYTES)
+        except TimeoutError:
+            return None
+
+    def _drain_stderr(self, channel: "paramiko.Channel") -> None:
+        while True:
+            try:
+                chunk = channel.recv_stderr(_CHUNK_BYTES)
+            except TimeoutError:
+                if channel.closed:
+                    return
+                continue
+            if not chunk:
+                return
+            self._limits.touch()
+            self._stderr += chunk
+            del self._stderr[:-STDERR_KEPT_BYTES]
+
+    def _feed(self, channel: "paramiko.Channel", stdin: Iterable[bytes]) -> None:
+        try:
+            for block in stdin:
+                if not self._send(channel, memoryview(block)):
+                    return  # the command takes no more; how it ends says why
+            with contextlib.suppress(OSError):  # closed meanwhile
+                channel.shutdown_write()
+        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
+            self._feed_error = error
+
+    def _send(self, channel: "paramiko.Channel", block: memoryview) -> bool:
+        while block:
+            try:
+                num_sent = channel.send(bytes(block[:_PACKET_BYTES]))
+            except TimeoutError:
+                continue
+            except OSError:
+                return False
+            if num_sent == 0:
+                return False
+            self._limits.touch()
+            block = block[num_sent:]
+        return True
+
+    def _lost(self) -> UnreachableError:
+        why = self._link.get_exception()
+        return UnreachableError(
+            f"the connection was lost{f' ({why})' if why else ''}",
+            place=self._place,
+            code="link-lost",
+            hint="run the same command again when the host answers",
+        )
+
+
+class Heartbeat:
+    """Asks the host for an answer every ``interval_s`` and closes a link that gives none.
+
+    paramiko's own keepalive sends and never looks for the answer, so a stalled host would hang
+    every wait for ever.
+    """
+
+    ALLOWED_MISSES = 3
+
+    def __init__(self, link: "paramiko.Transport", interval_s: float) -> None:
+        self._link = link
+        self._interval_s = interval_s
+        self._answered_s = time.monotonic()
+        self._stop = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._ask, daemon=True, name="ssh-heartbeat"),
+            threading.Thread(target=self._watch, daemon=True, name="ssh-heartbeat-watch"),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """End both threads; call it after the link was closed."""
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(_JOIN_S)
+
+    def _ask(self) -> None:
+        while not self._stop.wait(self._interval_s) and self._link.is_active():
+            with contextlib.suppress(Exception):  # a link that ends meanwhile ends the loop
+                # A refusal of the unknown request is an answer too.
+                self._link.global_request("keepalive@openssh.com", wait=True)
+                self._answered_s = time.monotonic()
+
+    def _watch(self) -> None:
+        limit_s = self._interval_s * self.ALLOWED_MISSES
+        while not self._stop.wait(min(1.0, self._interval_s)) and self._link.is_active():
+            if time.monotonic() - self._answered_s > limit_s:
+                self._link.close()

@@ -1,0 +1,299 @@
+"""SSH through Fabric: it opens and authenticates; host keys and the byte loop are our own.
+
+Left to itself Fabric accepts any host key and reads no known_hosts; here an unknown key is
+refused unless it was asked to be recorded, and a changed one always.
+"""
+
+import logging
+import random
+import socket
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from dflashctl.command import quote
+from dflashctl.errors import ConfigurationError, DflashctlError, TrustError, UnreachableError
+from dflashctl.inventory import Host
+from dflashctl.transport.base import Finished, Sink, Transport
+from dflashctl.transport.channel import ChannelRun, Heartbeat
+from dflashctl.transport.child import Limits
+from dflashctl.transport.known_hosts import (
+    KnownKey,
+    add_key,
+    find_keys,
+    fingerprint,
+    host_key_name,
+)
+from dflashctl.transport.ssh_settings import SshSettings, resolve
+from dflashctl.transport.trust import (
+    changed_key_error,
+    login_error,
+    revoked_key_error,
+    unknown_key_error,
+)
+
+if TYPE_CHECKING:
+    import paramiko
+
+_TCP_USER_TIMEOUT_MS = 30_000  # unacknowledged data for so long: the kernel gives the socket up
+_MAX_HOPS = 8
+_MAX_BANNER_TRIES = 3  # sshd drops connections at random above MaxStartups
+
+
+class FabricTransport(Transport):
+    """Runs argv on a host over one connection that Fabric opened."""
+
+    def __init__(
+        self, host: Host, *, accept_new: bool = False, alive_interval_s: float = 15.0
+    ) -> None:
+        self._host = host
+        self._accept_new = accept_new
+        self._alive_interval_s = alive_interval_s
+        self._hops: list[Any] = []  # fabric.Connection, the host itself last
+        self._heartbeat: Heartbeat | None = None
+        self.place = host.name
+        self.round_trips = 0
+
+    def open(self) -> None:
+        """Connect through the jump hosts and log in."""
+        if self._hops:
+            return
+        logging.getLogger("paramiko").addHandler(logging.NullHandler())  # it prints tracebacks
+        for attempt in range(1, _MAX_BANNER_TRIES + 1):
+            try:
+                self._open_hops()
+                break
+            except DflashctlError as error:
+                self._close_hops()
+                if error.code != "no-banner" or attempt == _MAX_BANNER_TRIES:
+                    raise
+                time.sleep(random.uniform(0.2, 1.0) * attempt)  # noqa: S311 - spreads the retries
+            except BaseException:
+                self._close_hops()
+                raise
+        self._heartbeat = Heartbeat(self._link, self._alive_interval_s)
+
+    def execute(
+        self,
+        argv: Sequence[str],
+        stdin: Iterable[bytes],
+        on_stdout: Sink,
+        deadline_s: float | None,
+        silence_s: float | None = None,
+    ) -> Finished:
+        """Run ``argv`` on a channel of the connection."""
+        self.open()
+        self.round_trips += 1
+        limits = Limits(self.place, deadline_s, silence_s)
+        return ChannelRun(self._link, self.place, limits).run(quote(argv), stdin, on_stdout)
+
+    def interactive(self, argv: Sequence[str]) -> int:
+        """Run ``argv`` on the user's terminal, by the ssh program."""
+        from dflashctl.transport.openssh import ssh_interactive
+
+        return ssh_interactive(self._host, argv, accept_new=self._accept_new)
+
+    def close(self) -> None:
+        """Close the connection and its jump hosts."""
+        self._close_hops()
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
+            self._heartbeat = None
+
+    @property
+    def _link(self) -> "paramiko.Transport":
+        link: paramiko.Transport = self._hops[-1].client.get_transport()
+        return link
+
+    def _close_hops(self) -> None:
+        while self._hops:
+            self._hops.pop().client.close()  # Fabric's close skips a connection that half opened
+
+    def _open_hops(self) -> None:
+        route = _route(self._host, num_hops=1)
+        gateway: Any = route[0][1].proxy_command
+        for host, settings in route:
+            self._open_one(host, settings, gateway)
+            gateway = self._hops[-1]
+        self.user = route[-1][1].user
+
+    def _open_one(self, host: Host, settings: SshSettings, gateway: Any) -> None:
+        import fabric
+        import paramiko
+
+        keys = find_keys(settings.known_hosts, _known_name(settings))
+        limit_s = host.connect_timeout_s
+        connection = fabric.Connection(
+            host=settings.hostname,
+            user=settings.user,
+            port=settings.port,
+            gateway=gateway,
+            connect_timeout=limit_s,
+            # an SSHConfig of its own: ssh -G has read the user's already
+            config=fabric.Config(ssh_config=paramiko.SSHConfig()),
+            connect_kwargs={
+                "key_filename": list(settings.identity_files),
+                "allow_agent": not settings.identities_only,
+                "look_for_keys": False,
+                "banner_timeout": limit_s,
+                "auth_timeout": max(limit_s, 10.0),
+                "channel_timeout": limit_s,
+                "transport_factory": _transport_factory(keys),
+            },
+        )
+        self._hops.append(connection)
+        policy = _check_policy(host, settings, keys, accept_new=self._accept_new)
+        connection.client.set_missing_host_key_policy(policy)
+        try:
+            connection.open()
+        except DflashctlError:
+            raise
+        except (paramiko.SSHException, OSError, EOFError) as error:
+            raise _open_error(error, host, settings) from error
+
+
+def _route(host: Host, num_hops: int) -> list[tuple[Host, SshSettings]]:
+    """Return the hosts to connect to one through the other, ``host`` itself last.
+
+    As ssh does: of several jump hosts only the first has its own ProxyJump honoured.
+    """
+    if num_hops > _MAX_HOPS:
+        raise ConfigurationError(
+            f"more than {_MAX_HOPS} jump hosts", place=host.name, hint="do they lead in a circle?"
+        )
+    settings = resolve(host)
+    jumps = [jump for jump in (settings.proxy_jump or "").split(",") if jump]
+    route: list[tuple[Host, SshSettings]] = []
+    for jump in jumps:
+        hop = _jump_host(host, jump)
+        route += [(hop, resolve(hop))] if route else _route(hop, num_hops + 1)
+    return [*route, (host, settings)]
+
+
+def _jump_host(host: Host, jump: str) -> Host:
+    """Return the jump host ``[user@]name[:port]`` as a Host that is resolved in its own right."""
+    address, port = jump.removeprefix("ssh://"), None
+    name, colon, digits = address.rpartition(":")
+    if colon and digits.isdecimal() and (":" not in name or name.endswith("]")):
+        address, port = name.replace("[", "").replace("]", ""), int(digits)
+    return replace(host, address=address, port=port, jump=None, identity_file=None)
+
+
+def _known_name(settings: SshSettings) -> str:
+    return settings.host_key_alias or host_key_name(settings.hostname, settings.port)
+
+
+def _transport_factory(keys: Sequence[KnownKey]) -> Callable[..., "paramiko.Transport"]:
+    """Return a maker of transports that ask for a host key of a kind that is on record.
+
+    Without it a host that has several keys offers one that known_hosts lacks.
+    """
+
+    def make(sock: Any, **arguments: Any) -> "paramiko.Transport":
+        import paramiko
+
+        if isinstance(sock, socket.socket):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            option = getattr(socket, "TCP_USER_TIMEOUT", None)  # Linux only
+            if option is not None:
+                sock.setsockopt(socket.IPPROTO_TCP, option, _TCP_USER_TIMEOUT_MS)
+        transport = paramiko.Transport(sock, **arguments)
+        known = {key.key_type for key in keys if not key.revoked}
+        if "ssh-rsa" in known:
+            known |= {"rsa-sha2-512", "rsa-sha2-256"}
+        options = transport.get_security_options()
+        kinds = list(options.key_types)
+        options.key_types = sorted(kinds, key=lambda kind: kind not in known)
+        return transport
+
+    return make
+
+
+def _check_policy(
+    host: Host, settings: SshSettings, keys: Sequence[KnownKey], *, accept_new: bool
+) -> "paramiko.MissingHostKeyPolicy":
+    """Return a policy that decides about every host key: the client itself is given none."""
+    import paramiko
+
+    class Check(paramiko.MissingHostKeyPolicy):
+        def missing_host_key(
+            self, client: "paramiko.SSHClient", hostname: str, key: "paramiko.PKey"
+        ) -> None:
+            del client, hostname
+            _check_key(host, settings, keys, key)
+            if not any(known.blob == key.asbytes() for known in keys):
+                _accept_unknown(host, settings, key, accept_new=accept_new)
+
+    return Check()
+
+
+def _check_key(
+    host: Host, settings: SshSettings, keys: Sequence[KnownKey], key: "paramiko.PKey"
+) -> None:
+    """Raise TrustError for a revoked key, and for one that differs from all on record."""
+    blob = key.asbytes()
+    for known in keys:
+        if known.revoked and known.blob == blob:
+            raise revoked_key_error(host.name, recorded=f"{fingerprint(blob)} in {known.place}")
+    standing = [known for known in keys if not known.revoked]
+    if not standing or any(known.blob == blob for known in standing):
+        return
+    nearest = next((k for k in standing if k.key_type == key.get_name()), standing[0])
+    raise changed_key_error(
+        host.name,
+        recorded=f"{nearest.key_type} {fingerprint(nearest.blob)} ({nearest.place})",
+        offered=f"{key.get_name()} {fingerprint(blob)}",
+        removal=f"ssh-keygen -f {nearest.file} -R '{_known_name(settings)}'",
+    )
+
+
+def _accept_unknown(
+    host: Host, settings: SshSettings, key: "paramiko.PKey", *, accept_new: bool
+) -> None:
+    offered = f"{key.get_name()} {fingerprint(key.asbytes())}"
+    if not accept_new:
+        raise unknown_key_error(host.name, offered=offered, address=host.address)
+    file = settings.known_hosts[0]
+    try:
+        add_key(file, _known_name(settings), key.get_name(), key.asbytes())
+    except OSError as error:
+        raise TrustError(
+            f"the host key cannot be recorded in {file}: {error.strerror}", place=host.name
+        ) from error
+
+
+def _open_error(error: Exception, host: Host, settings: SshSettings) -> DflashctlError:
+    """Return the error that paramiko's or the system's own stands for."""
+    import paramiko
+
+    words = str(error) or type(error).__name__
+    if isinstance(error, paramiko.AuthenticationException) or "private key file" in words:
+        tried = ", ".join(settings.identity_files) or "no key file"
+        agent = "" if settings.identities_only else f" and {_num_agent_keys()} keys of the agent"
+        why = f"{words.rstrip('.')} (user {settings.user}; tried {tried}{agent})"
+        return login_error(host.name, why=why, address=host.address)
+    where = f"{settings.hostname}:{settings.port}"
+    hint = f"try: ssh {host.address} true"
+    if isinstance(error, socket.gaierror):
+        return UnreachableError(
+            f"the name {settings.hostname} cannot be resolved", place=host.name, hint=hint
+        )
+    if isinstance(error, TimeoutError):
+        words = f"no answer within {host.connect_timeout_s:g} s"
+    elif isinstance(error, paramiko.ssh_exception.NoValidConnectionsError):
+        words = "connection refused, or no route"
+    code = "no-banner" if "banner" in words or isinstance(error, ConnectionResetError) else None
+    return UnreachableError(f"{where}: {words}", place=host.name, hint=hint, code=code)
+
+
+def _num_agent_keys() -> int:
+    import paramiko
+
+    agent = paramiko.Agent()
+    try:
+        return len(agent.get_keys())
+    except paramiko.SSHException:
+        return 0
+    finally:
+        agent.close()

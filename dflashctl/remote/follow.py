@@ -53,21 +53,22 @@ class Tail:
         """Send what is there, at most CHUNKS_A_TURN records; return whether anything was sent."""
         if self.start.get("skip") or (self.fd < 0 and not self._open()):
             return False
+        if self._is_rewritten():
+            self._rewind("truncated")
         sent = self._send_rest()
         try:
             now = self.path.stat()
         except FileNotFoundError:
             return sent  # moved away; the next file will come under this name
-        if str(now.st_ino) != self.id:
-            if self._send_rest():
-                return True  # first everything of the old file
+        if str(now.st_ino) == self.id:
+            return sent
+        if not self._send_rest():  # everything of the old file first
             self._restart("replaced")
-            return self._open()
-        kept = os.pread(self.fd, HEAD_BYTES, 0)[: len(self.head)]
-        if now.st_size < self.offset or kept != self.head:
-            self._rewind("truncated")
-            return True
-        return sent
+        return True
+
+    def _is_rewritten(self) -> bool:
+        head = os.pread(self.fd, len(self.head), 0)
+        return os.fstat(self.fd).st_size < self.offset or head != self.head
 
     def _open(self) -> bool:
         try:

@@ -11,7 +11,7 @@ from dflashctl.run_status import PlaceFailure, RunStatus
 
 
 def outcome(state: str, record: dict[str, Any] | None) -> str:
-    """Say how a run stands: ``finished``, ``failed: exit status 1 (ERROR)``, ``failed: killed by``."""
+    """Say how a run stands: ``finished``, ``failed: exit status 1 (the error)``."""
     if state == "lost":
         return "lost: the process is gone and left no exit.json"
     if state == "never-started":

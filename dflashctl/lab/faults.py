@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from dflashctl.errors import LabError
 from dflashctl.lab.container import LAB
+from dflashctl.lab.forwarder import TICK_S
 from dflashctl.lab.gpu_state import set_gpu_state
 from dflashctl.lab.state import SiteState, read_json, wait_for_sshd, write_json
 from dflashctl.lab.supervisor import set_link
@@ -40,6 +42,7 @@ def set_fault(site: SiteState, host: str, name: str, value: str) -> None:
     elif value == "off":
         _find(name).clear(site, host)
         _record(site, host, {k: v for k, v in active_faults(site, host).items() if k != name})
+        _settle(site, host, {name})
     else:
         fault = _find(name)
         if not re.fullmatch(fault.pattern, value, re.DOTALL):
@@ -58,6 +61,8 @@ def _apply(site: SiteState, host: str, name: str, value: str) -> None:
     except LabError:
         _record(site, host, before)
         raise
+    if name == "net":
+        _settle(site, host, {name})
 
 
 def _clear_all(site: SiteState, host: str) -> None:
@@ -66,7 +71,14 @@ def _clear_all(site: SiteState, host: str) -> None:
         FAULTS[name].clear(site, host)
     _clear_gpu(site, host)  # tests write gpu.json directly, too
     _record(site, host, {})
-    if "sshd_kill" in active:
+    _settle(site, host, set(active))
+
+
+def _settle(site: SiteState, host: str, changed: set[str]) -> None:
+    """Return when those who look at faults.json now and then have seen the change."""
+    if "net" in changed:
+        time.sleep(2 * TICK_S)
+    if "sshd_kill" in changed:
         wait_for_sshd(host, site.ports[host])
 
 
@@ -136,21 +148,27 @@ def _clear_gpu(site: SiteState, host: str) -> None:
     set_gpu_state(site, host, "ok")
 
 
+# Shrinking comes first so that a workspace of many GiB is full at no cost in memory. The margin is
+# for what is written meanwhile: a tmpfs cannot be made smaller than what is in it.
+_FILL = """
+for margin in 1024 8192 65536; do
+    used=$(df -Pk "$0" | awk 'END {print $3}')
+    mount -o "remount,size=$((used + margin))k" "$0" && break
+done
+cat /dev/zero > "$0/.fill" 2>/dev/null
+test "$(df -Pk "$0" | awk 'END {print $4}')" = 0
+"""
+
+
 def _fill_disk(site: SiteState, host: str, value: str) -> None:
-    """Shrink /workspace to what is in it: full, at no cost in memory."""
     site.check_container(host, int(value))
-    workspace = f"{LAB}/disk/ct/{int(value)}/workspace"
-    # The size must not be 0 (no limit) nor below what is used, which may grow meanwhile.
-    script = (
-        "for try in 1 2 3 4 5; do used=$(df -Pk \"$0\" | awk 'END {print $3}');"
-        ' mount -o "remount,size=$((used > 4 ? used : 4))k" "$0" && exit; done; exit 1'
-    )
-    _run(site, host, ["sh", "-c", script, workspace])
+    _run(site, host, ["sh", "-c", _FILL, f"{LAB}/disk/ct/{int(value)}/workspace"])
 
 
 def _clear_disk(site: SiteState, host: str) -> None:
     for vmid, container in site.spec.hosts[host].containers.items():
         workspace = f"{LAB}/disk/ct/{vmid}/workspace"
+        _run(site, host, ["rm", "-f", f"{workspace}/.fill"])
         _run(site, host, ["mount", "-o", f"remount,size={container.workspace}", workspace])
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from dflashctl.lab.kernel import enter_network
 from dflashctl.lab.state import read_json
 
-_TICK_S = 0.1
+TICK_S = 0.1  # how old a line's state may be
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER on, 0 s: close sends RST
 
 
@@ -28,7 +28,7 @@ class Line:
     def mode(self) -> str:
         """What faults.json says, at most a tenth of a second old."""
         now = time.monotonic()
-        if now - self._read_at > _TICK_S:
+        if now - self._read_at > TICK_S:
             self._read_at = now
             self._mode = read_json(self._faults).get("net", "ok")
         return self._mode
@@ -76,8 +76,8 @@ def _pump(source: socket.socket, sink: socket.socket, mode: Callable[[], str]) -
     try:
         while mode() != "cut":
             if mode() == "stall":
-                time.sleep(_TICK_S)
-            elif select.select([source], [], [], _TICK_S)[0]:
+                time.sleep(TICK_S)
+            elif select.select([source], [], [], TICK_S)[0] and mode() == "ok":
                 data = source.recv(65536)
                 if not data:
                     sink.shutdown(socket.SHUT_WR)

@@ -5,10 +5,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from dflashctl.errors import DflashctlError
+from dflashctl.errors import DflashctlError, PartialError, UsageError
 from dflashctl.inventory import Place
 from dflashctl.program import Program, run_program
 from dflashctl.transport.base import Transport
+from trainer.contract.layout import check_tag
 
 MAX_HOSTS_AT_ONCE = 8  # sshd's MaxStartups drops connections at random beyond ten
 
@@ -56,6 +57,11 @@ class PlaceFailure:
     hint: str
     exit_code: int
 
+    @classmethod
+    def of(cls, place: str, error: DflashctlError) -> "PlaceFailure":
+        """Keep what ``error`` says."""
+        return cls(place, error.code, error.message, error.hint, int(error.exit_code))
+
 
 @dataclass(frozen=True)
 class Statuses:
@@ -101,6 +107,46 @@ def _ask(
         finally:
             transport.close()
     except DflashctlError as error:
-        code = int(error.exit_code)
-        return PlaceFailure(label, error.code, error.message, error.hint, code)
+        return PlaceFailure.of(label, error)
     return [RunStatus(place=label, **run) for run in answer["runs"]]
+
+
+def find_run(places: Sequence[Place], connect: Connect, tag: str) -> Place:
+    """Return the one place that holds the run ``tag``.
+
+    Raises: UsageError when none or several do; the failure of a place that gave no answer when
+    the others do not have it.
+    """
+    if len(places) == 1:
+        return places[0]
+    found = read_statuses(places, connect, [check_tag(tag)])
+    holders = [place for place in places if any(run.place == place.label for run in found.runs)]
+    if len(holders) == 1:
+        return holders[0]
+    if holders:
+        names = ", ".join(place.label for place in holders)
+        raise UsageError(f"several containers have a run {tag}: {names}", hint="say --limit")
+    raise_if_any(found.failures)
+    raise UsageError(
+        f"no container has a run {tag}", code="no-such-run", hint="dflashctl runs list"
+    )
+
+
+def find_running(places: Sequence[Place], connect: Connect) -> tuple[Place, str]:
+    """Return the only run that is running. Raises: UsageError naming them when there are more."""
+    found = read_statuses(places, connect)
+    running = [run for run in found.runs if run.state in ("running", "starting")]
+    if len(running) == 1:
+        place = next(place for place in places if place.label == running[0].place)
+        return place, running[0].tag
+    if not running:
+        raise_if_any(found.failures)
+    names = ", ".join(f"{run.tag} on {run.place}" for run in running) or "none"
+    raise UsageError(f"say which run: a TAG is needed (running: {names})", hint="dflashctl status")
+
+
+def raise_if_any(failures: Sequence[PlaceFailure]) -> None:
+    """Raise PartialError when a container gave no answer, naming each with its reason."""
+    if failures:
+        reasons = "; ".join(f"{failure.place}: {failure.message}" for failure in failures)
+        raise PartialError(f"no answer from {reasons}", hint=failures[0].hint)

@@ -1,7 +1,205 @@
-"""The verbs that look: watch, logs, status, runs, pull."""
+"""The verbs that look: watch, logs, status, runs list, pull."""
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from dflashctl.cli.verb import Options, Verb, Verbs, current
+from dflashctl.errors import ExitCode
+
+if TYPE_CHECKING:
+    from dflashctl.event_stream import Ended, Notice
+    from dflashctl.inventory import Place
+    from dflashctl.operations.watch import WatchRequest
+    from dflashctl.run_status import PlaceFailure
+
+Tag = Annotated[str, typer.Argument(help="tag of the run", metavar="TAG")]
+MaybeTag = Annotated[str | None, typer.Argument(help="tag of the run", metavar="[TAG]")]
+
+
+def watch(ctx: typer.Context, tag: MaybeTag = None) -> int:
+    """Watch a run live until it ends: figures, GPU memory, alerts, log; the newest without TAG.
+
+    Ctrl-C leaves the run alone. Exit status: 0 for a run that finished or was stopped, else 1.
+    """
+    import os
+
+    from dflashctl.operations.watch import WatchRequest
+
+    options = current(ctx)
+    place, tag = _newest(options) if tag is None else (_locate(options, tag), tag)
+    request = WatchRequest(place, tag, whole=options.json)
+    show = _watch_live
+    if options.json:
+        show = _watch_json
+    elif not sys.stdout.isatty() or os.environ.get("TERM", "dumb") == "dumb":
+        show = _watch_plain
+    try:
+        ended = show(options, request)
+    except KeyboardInterrupt:
+        return _left_alone(tag)
+    return int(ExitCode.OK if ended.state in ("finished", "stopped") else ExitCode.FAILED)
+
+
+def logs(
+    ctx: typer.Context,
+    tag: Tag,
+    *,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="go on until the end")] = False,
+    num_lines: Annotated[
+        int | None, typer.Option("--lines", "-n", min=0, help="only the last lines")
+    ] = None,
+) -> int:
+    """Print the log of a run, byte for byte (on a terminal without escape sequences)."""
+    from dflashctl.operations.logs import LogsRequest
+    from dflashctl.operations.logs import logs as read_logs
+    from dflashctl.render.log import log_writer
+    from dflashctl.render.runs import outcome
+
+    options = current(ctx)
+    request = LogsRequest(_locate(options, tag), tag, num_lines, follow)
+    write = log_writer(sys.stdout)
+    try:
+        ended = read_logs(request, options.connect, write, _tell)
+    except KeyboardInterrupt:
+        return _left_alone(tag)
+    if ended is not None:
+        record = None if ended.record is None else vars(ended.record)
+        sys.stderr.write(f"run {tag} {outcome(ended.state, record)}\n")
+    return 0
+
+
+def status(ctx: typer.Context, tag: MaybeTag = None) -> int:
+    """Show the state of runs now: of every container, or of one TAG (exit 1 when it failed)."""
+    from dflashctl.operations.status import status as ask
+    from dflashctl.render.document import print_document
+    from dflashctl.render.runs import status_lines, status_table
+
+    options = current(ctx)
+    places = options.places() if tag is None else [_locate(options, tag)]
+    found = ask(places, options.connect, tag)
+    failed = tag is not None and any(run.has_failed for run in found.runs)
+    if options.json:
+        print_document(found, ok=not found.failures and not failed)
+    elif tag is not None:
+        typer.echo("\n".join(status_lines(run) for run in found.runs), nl=False)
+    else:
+        typer.echo(status_table(found.runs), nl=False)
+    return _failure_exit(found.failures, len(places), quiet=options.json) or int(failed)
+
+
+def list_runs(
+    ctx: typer.Context,
+    *,
+    local: Annotated[bool, typer.Option("--local", help="ask no container")] = False,
+) -> int:
+    """List the runs: the records here merged with what the containers hold, oldest first."""
+    from dflashctl.operations.runs import list_runs as merge
+    from dflashctl.render.document import print_document
+    from dflashctl.render.runs import runs_table
+
+    options = current(ctx)
+    places = options.places()
+    found = merge(options.runs(), places, None if local else options.connect)
+    if options.json:
+        print_document(found, ok=not found.failures)
+    else:
+        typer.echo(runs_table(found.runs), nl=False)
+    return _failure_exit(found.failures, len(places), quiet=options.json)
 
 
 def register(app: typer.Typer) -> None:
     """Add the observing verbs to ``app``."""
+    for verb in (watch, logs, status):
+        app.command(cls=Verb)(verb)
+    runs = typer.Typer(cls=Verbs, help="The runs that are known.", no_args_is_help=True)
+    runs.command("list", cls=Verb)(list_runs)
+    app.add_typer(runs, name="runs")
+
+
+def _locate(options: Options, tag: str) -> "Place":
+    """Return the container of ``tag``: by record or --limit, else by asking all of them."""
+    from dflashctl.run_status import find_run
+
+    if options.limits or options.runs().place_of(tag) is not None:
+        return options.place_of(tag)
+    return find_run(options.places(), options.connect, tag)
+
+
+def _newest(options: Options) -> "tuple[Place, str]":
+    """Return the run to watch without a tag: the newest record, else the only one that runs."""
+    from dflashctl.run_status import find_running
+
+    tags = options.runs().tags()
+    if tags and not options.limits:
+        return options.place_of(tags[-1]), tags[-1]
+    return find_running(options.places(), options.connect)
+
+
+def _watch_live(options: Options, request: "WatchRequest") -> "Ended":
+    from dflashctl.operations.watch import watch as follow_run
+    from dflashctl.render.live import LiveWatch
+    from dflashctl.render.plain import receipt
+    from dflashctl.run_view import RunView
+
+    view = RunView(request.tag, request.place.label)
+    with LiveWatch(view) as screen:
+        ended = follow_run(
+            request, options.connect, lambda item: screen.take(item, time.monotonic())
+        )
+    typer.echo(receipt(view), nl=False)
+    return ended
+
+
+def _watch_plain(options: Options, request: "WatchRequest") -> "Ended":
+    from dflashctl.operations.watch import watch as follow_run
+    from dflashctl.render.plain import PlainWatch, receipt
+    from dflashctl.run_view import RunView
+
+    view = RunView(request.tag, request.place.label)
+    lines = PlainWatch(view, lambda text: typer.echo(text, nl=False), sys.stderr.write)
+    ended = follow_run(request, options.connect, lambda item: lines.take(item, time.monotonic()))
+    typer.echo(receipt(view), nl=False)
+    return ended
+
+
+def _watch_json(options: Options, request: "WatchRequest") -> "Ended":
+    from dflashctl.event_stream import Item
+    from dflashctl.operations.watch import watch as follow_run
+    from dflashctl.render.plain import stream_line
+
+    def write(item: Item) -> None:
+        line = stream_line(item)
+        if line is not None:
+            typer.echo(line, nl=False)
+
+    return follow_run(request, options.connect, write)
+
+
+def _tell(notice: "Notice") -> None:
+    sys.stderr.write(f"{notice.text}\n")
+
+
+def _left_alone(tag: str) -> int:
+    """Say that only the view ended."""
+    sys.stderr.write(
+        f"the run {tag} goes on without this view\n"
+        f"  look again: dflashctl watch {tag}\n  stop it:    dflashctl stop {tag}\n"
+    )
+    return int(ExitCode.INTERRUPTED)
+
+
+def _failure_exit(failures: "Sequence[PlaceFailure]", num_places: int, *, quiet: bool) -> int:
+    """Report the places that gave no answer; exit 6, or their own status when all failed alike."""
+    from dflashctl.render.runs import failure_lines
+
+    if not failures:
+        return int(ExitCode.OK)
+    if not quiet:
+        sys.stderr.write(failure_lines(failures))
+    codes = {failure.exit_code for failure in failures}
+    alike = len(failures) == num_places and len(codes) == 1
+    return codes.pop() if alike else int(ExitCode.PARTIAL)

@@ -1,0 +1,92 @@
+"""warmup: compile what a run will need, one GPU at a time, into the cache that launch uses."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from dflashctl.gpu_roles import Ways, claim_roles
+from dflashctl.remote_run import (
+    Code,
+    Pinned,
+    TrainerCommand,
+    gather_facts,
+    make_manifest,
+    raise_problems,
+    run_trainer,
+    staged_files,
+    trainer_environment,
+)
+from trainer.contract.config import TrainConfig
+from trainer.contract.layout import Workspace
+
+_TAG = "warmup"
+
+
+@dataclass(frozen=True)
+class WarmupResult:
+    """What the trainer reported; ``devices`` holds one object for each drafter device."""
+
+    place: str
+    release: str
+    cache_dir: str
+    devices: tuple[dict[str, Any], ...]
+    round_trips: int
+
+
+def warm_up(
+    ways: Ways,
+    code: Code,
+    config: TrainConfig,
+    argv: tuple[str, ...],
+    on_output: Callable[[bytes], None],
+) -> WarmupResult:
+    """Run the trainer's real step on each drafter device in turn.
+
+    Raises: RefusedError as launch does (release missing, GPU busy, another warm-up at work);
+    DflashctlError when the trainer failed.
+    """
+    facts = gather_facts(ways.inside, ways.place, code, config, _TAG)
+    raise_problems(facts, ways.place.label)
+    gpus = claim_roles(ways, facts.get("gpu_uuids"))
+    manifest = make_manifest(ways.place, Pinned(_TAG, code, config, gpus, argv), facts)
+    environment = trainer_environment(ways.place.container, manifest)
+    name = manifest.cache_dir.rpartition("/")[2]
+    run_dir = str(Workspace.at(manifest.workspace).root / "warmup" / name)
+    reports = _Reports(on_output)
+    command = TrainerCommand(
+        run_dir=run_dir,
+        argv=["warmup", "--run-dir", run_dir],
+        staged=staged_files(manifest, environment),
+        lock=f"{manifest.cache_dir}/warmup.lock",
+        python=manifest.python,
+    )
+    run_trainer(ways.inside, command, reports.feed)
+    return WarmupResult(
+        place=ways.place.label,
+        release=code.digest,
+        cache_dir=manifest.cache_dir,
+        devices=tuple(reports.found),
+        round_trips=ways.round_trips,
+    )
+
+
+class _Reports:
+    """Keeps the JSON lines of the trainer, and passes the other lines on."""
+
+    def __init__(self, on_output: Callable[[bytes], None]) -> None:
+        self.found: list[dict[str, Any]] = []
+        self._on_output = on_output
+        self._rest = b""
+
+    def feed(self, data: bytes) -> None:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            try:
+                report = json.loads(line)
+            except ValueError:
+                report = None
+            if isinstance(report, dict):
+                self.found.append(report)
+            else:
+                self._on_output(line + b"\n")

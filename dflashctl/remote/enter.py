@@ -1,0 +1,73 @@
+"""Becomes one command of the trainer in a run directory: ``python -m trainer ARGV``.
+
+argv[1]: {"run_dir", "argv", "stage": bool, "lock": path or null}. With ``stage`` stdin holds one
+JSON object {"manifest": text, "environment": {...}} that is put into run_dir first. ``lock`` is
+held for as long as the command lives. The command's output and exit status are its own.
+"""
+
+import fcntl
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+REFUSED = 75  # EX_TEMPFAIL: the lock is held
+
+
+def write_by_rename(path: Path, text: str, mode: int) -> None:
+    """Write a file whole, with its mode from the start."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    with os.fdopen(handle, "w") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(path)
+
+
+def hold(path: Path) -> bool:
+    """Take a lock that lasts through exec; False when another process holds it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    os.set_inheritable(handle, True)  # noqa: FBT003 - the signature of the standard library
+    return True
+
+
+def main(arguments: dict[str, Any]) -> int:
+    """Stage, lock, and become the command; returns only when it cannot."""
+    run_dir = Path(arguments["run_dir"])
+    if arguments["stage"]:
+        sent = json.loads(sys.stdin.read())
+        run_dir.mkdir(parents=True, exist_ok=True)
+        write_by_rename(run_dir / "environment.json", json.dumps(sent["environment"]), 0o600)
+        write_by_rename(run_dir / "manifest.json", sent["manifest"], 0o644)
+    if arguments["lock"] and not hold(Path(arguments["lock"])):
+        print(f"another command holds {arguments['lock']}", file=sys.stderr)
+        return REFUSED
+    return become(run_dir, arguments["argv"])
+
+
+def become(run_dir: Path, command: list[str]) -> NoReturn:
+    """Replace this process by the trainer's command, with the run's code and environment."""
+    manifest = json.loads((run_dir / "manifest.json").read_text())
+    extra = json.loads((run_dir / "environment.json").read_text())
+    release = Path(manifest["workspace"]) / "releases" / manifest["release"]
+    environment = os.environ | extra | {"PYTHONPATH": str(release)}
+    os.chdir(run_dir)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    argv = [manifest["python"], "-u", "-m", "trainer", *command]
+    os.execve(argv[0], argv, environment)  # noqa: S606 - an argv list, no shell
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(json.loads(sys.argv[1])))
+    except (OSError, ValueError, KeyError) as problem:
+        print(f"cannot enter the run: {problem!r}", file=sys.stderr)
+        sys.exit(1)

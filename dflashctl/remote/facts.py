@@ -1,0 +1,201 @@
+"""Learns what a launch pins and what stands against it, without changing anything.
+
+argv[1]: {"workspace", "tag", "release", "files": {path: sha256}, "python", "requirements_digest",
+"packages", "optional_packages", "target", "revision", "data", "log_dir", "env"}. Prints one JSON
+object; a fact that could not be learnt is an entry of ``problems`` ([code, text, hint]).
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+WEIGHTS = ("*.safetensors", "*.bin", "*.safetensors.index.json")
+VERSIONS = """
+import importlib.metadata as m, json, sys
+found = {}
+for name in json.loads(sys.argv[1]):
+    try:
+        found[name] = m.version(name)
+    except m.PackageNotFoundError:
+        pass
+print(json.dumps({"version": sys.version.split()[0], "python": sys.executable, "found": found}))
+"""
+
+
+class Facts:
+    """Collects facts and problems for one answer."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self.arguments = arguments
+        self.workspace = Path(arguments["workspace"])
+        self.problems: list[list[str]] = []
+        self.answer: dict[str, Any] = {}
+
+    def problem(self, code: str, text: str, hint: str = "") -> None:
+        """Note what stands against the launch."""
+        self.problems.append([code, text, hint])
+
+    def release(self) -> None:
+        """Check every byte of the release."""
+        release = self.workspace / "releases" / self.arguments["release"]
+        if not release.is_dir():
+            text = f"release {release.name[:12]} is not in the container"
+            self.problem("release-missing", text, "dflashctl deploy")
+            return
+        for name, sha256 in self.arguments["files"].items():
+            path = release / name
+            if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
+                text = f"release {release.name[:12]}: {name} is not what was deployed"
+                self.problem("release-damaged", text, "dflashctl deploy")
+                return
+
+    def python(self) -> None:
+        """Choose the interpreter, and learn the versions of what it has installed."""
+        chosen = self.arguments["python"]
+        index = self.workspace / "envs" / f"{self.arguments['requirements_digest']}.json"
+        if index.is_file():
+            chosen = json.loads(index.read_text())["python"]
+        wanted = [*self.arguments["packages"], *self.arguments["optional_packages"]]
+        argv = [chosen, "-I", "-c", VERSIONS, json.dumps(wanted)]
+        hint = "dflashctl deploy --env   (or set `python:` in hosts.yaml)"
+        try:
+            done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60)
+        except (OSError, subprocess.SubprocessError) as error:
+            self.problem("python", f"{chosen} does not run: {error}", hint)
+            return
+        found = json.loads(done.stdout)
+        missing = [n for n in self.arguments["packages"] if n not in found["found"]]
+        if missing:
+            self.problem("packages", f"{chosen} lacks {', '.join(missing)}", hint)
+        self.answer["python"] = found["python"]
+        self.answer["packages"] = {"python": found["version"], **found["found"]}
+
+    def target(self) -> None:
+        """Pin the target: a digest of a local directory, or the commit of a hub revision."""
+        name = self.arguments["target"]
+        directory = Path(name)
+        if directory.is_absolute():
+            self.answer["target_revision"] = self.local_target(directory)
+        elif re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+            self.answer["target_revision"] = self.hub_target(name)
+        else:
+            text = f"target.path {name!r} is neither an absolute directory nor a hub id"
+            self.problem("target-missing", text)
+
+    def local_target(self, directory: Path) -> str | None:
+        """Return a digest over config.json and the weight files' names and sizes."""
+        config = directory / "config.json"
+        weights = sorted({p for pattern in WEIGHTS for p in directory.glob(pattern)})
+        hint = f"dflashctl push LOCAL {directory.parent}"
+        if not config.is_file():
+            text = f"target.path {directory} holds no config.json"
+            self.problem("target-missing", text, hint)
+            return None
+        if not weights:
+            self.problem("target-missing", f"target.path {directory} holds no weights", hint)
+            return None
+        digest = hashlib.sha256(config.read_bytes())
+        for path in weights:
+            digest.update(f"{path.name}\0{path.stat().st_size}\n".encode())
+        return f"sha256:{digest.hexdigest()}"
+
+    def hub_target(self, name: str) -> str | None:
+        """Return the commit that the hub cache of the container holds for the revision."""
+        revision = self.arguments["revision"] or "main"
+        if re.fullmatch(r"[0-9a-f]{40}", revision):
+            return str(revision)
+        environment = os.environ | self.arguments["env"]
+        home = environment.get("HF_HOME", str(Path.home() / ".cache" / "huggingface"))
+        cache = Path(environment.get("HF_HUB_CACHE", f"{home}/hub"))
+        ref = cache / f"models--{name.replace('/', '--')}" / "refs" / revision
+        if ref.is_file():
+            return ref.read_text().strip()
+        text = f"{name}: the commit of revision {revision!r} is not known in the container"
+        self.problem("target-revision", text, "set target.revision to a commit (40 hex digits)")
+        return None
+
+    def dataset(self) -> None:
+        """Pin the data set by its digest."""
+        path = Path(self.arguments["data"])
+        if not path.is_file():
+            hint = f"dflashctl push FILE {path.parent}"
+            self.problem("data-missing", f"data.path {path} is not in the container", hint)
+            return
+        with path.open("rb") as stream:
+            self.answer["dataset_sha256"] = hashlib.file_digest(stream, "sha256").hexdigest()
+
+    def run(self) -> None:
+        """Look for an earlier run of the tag, in whatever state."""
+        directory = self.workspace / "runs" / self.arguments["tag"]
+        if directory.exists():
+            self.answer["run"] = run_state(directory)
+        log_dir = self.arguments["log_dir"]
+        log = Path(log_dir) / f"train_stdout_{directory.name}.log" if log_dir else None
+        if log is not None and log.exists() and "run" not in self.answer:
+            self.problem("tag-exists", f"the log of an earlier run is there: {log}")
+        runs = [p for p in self.workspace.glob("runs/*/manifest.json") if p.parent.name[0] != "."]
+        self.answer["tags"] = [p.parent.name for p in sorted(runs, key=lambda p: p.stat().st_mtime)]
+
+    def gpus(self) -> None:
+        """List the GPUs that the container itself can see; absent when it has no nvidia-smi."""
+        if shutil.which("nvidia-smi") is None:
+            return
+        argv = ["timeout", "-k", "2", "10", "nvidia-smi", "-L"]
+        done = subprocess.run(argv, capture_output=True, text=True, check=False)
+        self.answer["gpu_uuids"] = re.findall(r"UUID: (GPU-[0-9a-f-]+)", done.stdout)
+        if done.returncode != 0:
+            self.answer["gpu_problem"] = (done.stdout + done.stderr).strip()[:500]
+
+
+def run_state(directory: Path) -> dict[str, Any]:
+    """Say what a run directory is: running, ended, started (lost) or never started."""
+    try:
+        manifest = json.loads((directory / "manifest.json").read_text())
+    except (OSError, ValueError):
+        manifest = {}
+    state = "never-started"
+    if (directory / "exit.json").exists():
+        state = "ended"
+    elif (directory / "process.json").exists():
+        state = "lost"
+    if locked(directory / "run.lock"):
+        state = "running"
+    return {"state": state, "run_id": manifest.get("run_id"), "manifest": manifest}
+
+
+def locked(path: Path) -> bool:
+    """Say whether a living runner or trainer holds the run's lock."""
+    try:
+        with path.open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def main(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Collect everything; one question that fails does not hide the answers of the others."""
+    facts = Facts(arguments)
+    for ask in (facts.release, facts.python, facts.target, facts.dataset, facts.run, facts.gpus):
+        try:
+            ask()
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            facts.problem("facts", f"{ask.__name__}: {error}")
+    facts.answer["tmux"] = shutil.which("tmux")
+    facts.answer["clock_unix_s"] = time.time()
+    facts.answer["problems"] = facts.problems
+    return facts.answer
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(json.loads(sys.argv[1]))))

@@ -1,0 +1,82 @@
+"""The second look at a run that was just started: is it alive, and does it speak?
+
+argv[1]: {"run_dir", "log", "wait_s"}. Waits until the run writes its first event, ends, or wait_s
+have passed. Prints one JSON object: ``state`` is running, ended or lost; ``event`` the first event
+of this start, ``exit`` the exit record, ``log`` the last lines of the log.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+POLL_S = 0.1
+TAIL_BYTES = 4096
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Return a JSON file, None when it is absent or not yet whole."""
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def alive(process: dict[str, Any] | None) -> bool:
+    """Say whether the trainer of process.json lives: same pid, start ticks and boot."""
+    if process is None:
+        return False
+    try:
+        text = Path(f"/proc/{process['trainer_pid']}/stat").read_text()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return False
+    fields = text[text.rindex(")") + 2 :].split()
+    same = int(fields[19]) == process["start_ticks"] and boot == process["boot_id"]
+    return same and fields[0] not in "ZX"
+
+
+def last_event(run_dir: Path, since_unix_s: float) -> dict[str, Any] | None:
+    """Return the newest event written since this start, None when there is none yet."""
+    try:
+        lines = (run_dir / "metrics.jsonl").read_bytes().splitlines()[-1:]
+        event = json.loads(lines[0]) if lines else None
+    except (OSError, ValueError):
+        return None
+    recent = isinstance(event, dict) and event.get("t_unix_s", 0.0) >= since_unix_s
+    return event if recent else None
+
+
+def tail(path: Path) -> list[str]:
+    """Return the last lines of the log."""
+    try:
+        with path.open("rb") as stream:
+            size = stream.seek(0, 2)
+            stream.seek(max(0, size - TAIL_BYTES))
+            return stream.read().decode("utf-8", "replace").splitlines()[-15:]
+    except OSError:
+        return []
+
+
+def main(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Look until there is something to say."""
+    run_dir = Path(arguments["run_dir"])
+    limit = time.monotonic() + arguments["wait_s"]
+    while True:
+        process = read_json(run_dir / "process.json")
+        ended = read_json(run_dir / "exit.json")
+        event = last_event(run_dir, (process or {}).get("started_unix_s", 0.0) - 1.0)
+        living = alive(process)
+        over = time.monotonic() > limit
+        if ended is not None or over or (living and event is not None):
+            break
+        time.sleep(POLL_S)
+    state = "ended" if ended is not None else "running" if living else "lost"
+    log = tail(Path(arguments["log"]))
+    return {"state": state, "process": process, "exit": ended, "event": event, "log": log}
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(json.loads(sys.argv[1]))))

@@ -1,0 +1,199 @@
+"""Makes a run directory and starts its runner under tmux: all of it or nothing, under one lock.
+
+argv[1]: {"workspace", "tag", "python", "release", "socket", "resume", "uuids"}; stdin:
+one JSON object {"manifest": text, "environment": {...}}. The directory is filled under a hidden
+name and renamed; a kill of the client changes nothing any more once stdin was read. A directory
+that a killed start left without a runner is replaced.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+LOCK_WAIT_S = 30.0
+START_WAIT_S = 20.0
+# The runner's own complaints come before its log exists; its stdout is the pane of `attach`.
+WRAP = 'exec "$@" 2>"$0"'
+
+
+class RefusedError(Exception):
+    """A rule forbids the start; nothing was changed."""
+
+    def __init__(self, code: str, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.fields = {"kind": "refused", "code": code, "message": message, "hint": hint}
+
+
+def take(lock: Path) -> int:
+    """Return the descriptor of the launch lock; one start at a time in a workspace."""
+    handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+    limit = time.monotonic() + LOCK_WAIT_S
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > limit:
+                raise RefusedError("locked", "another launch holds the workspace") from None
+            time.sleep(0.1)
+        else:
+            return handle
+
+
+def locked(path: Path) -> bool:
+    """Say whether a living runner or trainer holds the run's lock."""
+    try:
+        with path.open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def write_synced(path: Path, text: str, mode: int) -> None:
+    """Write a file with its mode from the start, and fsync it."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    with os.fdopen(handle, "w") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable."""
+    handle = os.open(path, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
+
+
+def refuse_taken_gpus(runs: Path, tag: str, uuids: list[str]) -> None:
+    """Refuse when a living run of this workspace holds one of the GPUs, loaded or not yet."""
+    for manifest in runs.glob("*/manifest.json"):
+        directory = manifest.parent
+        if directory.name in (tag, "") or not locked(directory / "run.lock"):
+            continue
+        held = {gpu.get("uuid") for gpu in json.loads(manifest.read_text()).get("gpus", [])}
+        for uuid in uuids:
+            if uuid in held:
+                text = f"GPU {uuid} is not idle: run {directory.name} holds it"
+                raise RefusedError("gpu-busy", text, f"dflashctl stop {directory.name}")
+
+
+def make_directory(arguments: dict[str, Any], sent: dict[str, Any], runs: Path) -> bool:
+    """Put the run directory in place by rename; True when it replaced one that never started."""
+    directory = runs / arguments["tag"]
+    replaced = False
+    if directory.exists():
+        if any((directory / name).exists() for name in ("process.json", "exit.json")):
+            text = f"the tag {directory.name} exists already"
+            raise RefusedError("tag-exists", text, "choose another --tag, or --resume it")
+        shutil.rmtree(directory)
+        replaced = True
+    for stale in runs.glob(".starting-*"):
+        shutil.rmtree(stale, ignore_errors=True)  # we hold the lock: its start was killed
+    partial = runs / f".starting-{arguments['tag']}"
+    partial.mkdir()
+    write_synced(partial / "manifest.json", sent["manifest"], 0o644)
+    write_synced(partial / "environment.json", json.dumps(sent["environment"]), 0o600)
+    sync_directory(partial)
+    partial.rename(directory)
+    sync_directory(runs)
+    return replaced
+
+
+def runner_argv(arguments: dict[str, Any], directory: Path) -> list[str]:
+    """Return the command that tmux (or setsid) runs."""
+    argv = [arguments["python"], "-u", "-m", "trainer.runner", "--run-dir", str(directory)]
+    if arguments["resume"]:
+        argv.append("--resume")
+    return ["sh", "-c", WRAP, str(directory / "runner_stderr.log"), *argv]
+
+
+def start_runner(arguments: dict[str, Any], directory: Path) -> str:
+    """Start the runner detached; returns "tmux" or "setsid"."""
+    environment = os.environ | {
+        "PYTHONPATH": arguments["release"],
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "NO_COLOR": "1",
+    }
+    argv = runner_argv(arguments, directory)
+    way = "setsid"
+    if shutil.which("tmux"):
+        way = "tmux"
+        session = ["new-session", "-d", "-s", arguments["tag"], "-x", "200", "-y", "50"]
+        argv = ["tmux", "-f", "/dev/null", "-S", arguments["socket"], *session, "--", *argv]
+        Path(arguments["socket"]).unlink(missing_ok=True)
+    else:
+        argv = ["setsid", "-f", *argv]
+    done = subprocess.run(
+        argv,
+        env=environment,
+        cwd=directory,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        timeout=30,
+    )
+    if done.returncode != 0:
+        raise OSError(f"{way} could not start the runner: {done.stderr.strip()}")
+    return way
+
+
+def wait_for_process(directory: Path, old: str | None) -> bool:
+    """Wait until the runner has written process.json anew; False when it did not."""
+    path = directory / "process.json"
+    limit = time.monotonic() + START_WAIT_S
+    while time.monotonic() < limit:
+        try:
+            if path.read_text() != old:
+                return True
+        except FileNotFoundError:
+            pass
+        complaint = directory / "runner_stderr.log"
+        if complaint.exists() and complaint.stat().st_size and not locked(directory / "run.lock"):
+            return False
+        time.sleep(0.05)
+    return False
+
+
+def main(arguments: dict[str, Any], sent: dict[str, Any]) -> dict[str, Any]:
+    """Start or resume a run."""
+    runs = Path(arguments["workspace"]) / "runs"
+    runs.mkdir(parents=True, exist_ok=True)
+    directory = runs / arguments["tag"]
+    lock = take(runs / ".launch.lock")
+    if locked(directory / "run.lock"):
+        text = f"the run {directory.name} is running"
+        raise RefusedError("running", text, f"dflashctl watch {directory.name}")
+    refuse_taken_gpus(runs, arguments["tag"], arguments["uuids"])
+    replaced = not arguments["resume"] and make_directory(arguments, sent, runs)
+    process = directory / "process.json"
+    old = process.read_text() if process.exists() else None
+    (directory / "runner_stderr.log").unlink(missing_ok=True)
+    way = start_runner(arguments, directory)
+    started = wait_for_process(directory, old)
+    complaint = directory / "runner_stderr.log"
+    text = complaint.read_text(errors="replace")[-2000:] if complaint.exists() else ""
+    os.close(lock)
+    return {"started": started, "way": way, "replaced": replaced, "complaint": text}
+
+
+if __name__ == "__main__":
+    try:
+        answer = main(json.loads(sys.argv[1]), json.loads(sys.stdin.read()))
+    except RefusedError as refusal:
+        answer = {"error": refusal.fields}
+    except OSError as problem:
+        answer = {"error": {"kind": "failed", "message": f"cannot start the run: {problem}"}}
+    print(json.dumps(answer))
+    sys.exit("error" in answer)

@@ -1,0 +1,131 @@
+"""Stops a run: SIGINT and time for a checkpoint, then SIGTERM, then SIGKILL to its whole group.
+
+argv[1]: {"run_dir", "tag", "socket", "grace_s"}. A pid is signalled only when its start ticks and
+boot are those of process.json. Prints a JSON line at each step and every two seconds; the last line
+says what was proven: ``signal`` that worked, ``exit`` record, ``session_gone``, ``ended_before``.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+POLL_S = 0.1
+BEAT_S = 2.0
+TERM_GRACE_S = 10.0
+KILL_GRACE_S = 10.0
+RECORD_WAIT_S = 10.0
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Return a JSON file, None when it is absent or not yet whole."""
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def alive(process: dict[str, Any]) -> bool:
+    """Say whether the trainer of process.json lives: same pid, start ticks and boot."""
+    try:
+        text = Path(f"/proc/{process['trainer_pid']}/stat").read_text()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return False
+    fields = text[text.rindex(")") + 2 :].split()
+    same = int(fields[19]) == process["start_ticks"] and boot == process["boot_id"]
+    return same and fields[0] not in "ZX"
+
+
+def say(**values: Any) -> None:
+    """Print one line at once, so that the client hears from us."""
+    print(json.dumps(values), flush=True)
+
+
+def wait_gone(process: dict[str, Any], seconds: float) -> bool:
+    """Wait until the trainer is gone; False when it still lives after ``seconds``."""
+    started = beat = time.monotonic()
+    while alive(process):
+        now = time.monotonic()
+        if now - started > seconds:
+            return False
+        if now - beat > BEAT_S:
+            beat = now
+            say(waiting_s=round(now - started, 1))
+        time.sleep(POLL_S)
+    return True
+
+
+def send(process: dict[str, Any], number: signal.Signals) -> None:
+    """Signal the trainer; SIGKILL goes to its group, so that no child keeps GPU memory."""
+    say(signal=number.name, pid=process["trainer_pid"])
+    try:
+        if number == signal.SIGKILL:
+            os.killpg(process["pgid"], number)
+        else:
+            os.kill(process["trainer_pid"], number)
+    except ProcessLookupError:
+        return
+
+
+def session_gone(socket: str, tag: str) -> bool:
+    """Wait until the run's tmux session has ended."""
+    if shutil.which("tmux") is None:
+        return True
+    limit = time.monotonic() + RECORD_WAIT_S
+    while time.monotonic() < limit:
+        argv = ["tmux", "-S", socket, "has-session", "-t", f"={tag}"]
+        if subprocess.run(argv, capture_output=True, check=False).returncode != 0:
+            return True
+        time.sleep(POLL_S)
+    return False
+
+
+def wait_for(path: Path) -> dict[str, Any] | None:
+    """Wait for a JSON file that another process is about to write."""
+    limit = time.monotonic() + RECORD_WAIT_S
+    while (value := read_json(path)) is None and time.monotonic() < limit:
+        time.sleep(POLL_S)
+    return value
+
+
+def main(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Stop the run and say what is proven."""
+    run_dir = Path(arguments["run_dir"])
+    if not run_dir.is_dir():
+        text = f"there is no run {arguments['tag']} in the container"
+        return {"error": {"kind": "usage", "message": text, "hint": "dflashctl runs list"}}
+    process, ended = read_json(run_dir / "process.json"), read_json(run_dir / "exit.json")
+    if process is None or ended is not None or not alive(process):
+        gone = session_gone(arguments["socket"], arguments["tag"])
+        return {"ended_before": True, "signal": None, "exit": ended, "session_gone": gone}
+    used = None
+    steps = (
+        (signal.SIGINT, arguments["grace_s"]),
+        (signal.SIGTERM, TERM_GRACE_S),
+        (signal.SIGKILL, KILL_GRACE_S),
+    )
+    for number, seconds in steps:
+        used = number.name
+        send(process, number)
+        if wait_gone(process, seconds):
+            break
+    return {
+        "ended_before": False,
+        "signal": used,
+        "gone": not alive(process),
+        "exit": wait_for(run_dir / "exit.json"),
+        "session_gone": session_gone(arguments["socket"], arguments["tag"]),
+    }
+
+
+if __name__ == "__main__":
+    answer = main(json.loads(sys.argv[1]))
+    print(json.dumps(answer))
+    sys.exit("error" in answer)

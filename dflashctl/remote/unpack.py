@@ -1,0 +1,124 @@
+"""Unpacks a release from a tar on stdin, checks every byte of it and puts it in place by rename.
+
+argv[1]: {"workspace", "digest", "files": {path: [mode, sha256]}}. The tar goes to
+``releases/.partial-PID-TICKS``; a release appears under its digest whole or not at all. Partial
+directories whose process is gone are removed first. Prints one JSON object, with ``error`` when
+something was wrong.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+CHUNK_BYTES = 1 << 20
+
+
+class BadArchiveError(Exception):
+    """The tar is cut short, or its content is not what the list says."""
+
+
+def start_ticks(pid: int) -> int | None:
+    """Return when a process started, in ticks since boot; None when it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return int(text[text.rindex(")") + 2 :].split()[19])
+
+
+def remove_stale(releases: Path) -> int:
+    """Remove what killed deploys left behind; returns how many."""
+    count = 0
+    for path in releases.glob(".partial-*"):
+        words = path.name.split("-")
+        if len(words) == 3 and words[1].isdigit() and start_ticks(int(words[1])) == int(words[2]):
+            continue  # another deploy is at work
+        shutil.rmtree(path, ignore_errors=True)
+        count += 1
+    return count
+
+
+def write_synced(path: Path, stream: Any, mode: int) -> str:
+    """Copy ``stream`` to ``path``, fsync, and return the sha256 of what was written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.sha256()
+    with path.open("xb") as out:
+        while chunk := stream.read(CHUNK_BYTES):
+            digest.update(chunk)
+            out.write(chunk)
+        out.flush()
+        os.fchmod(out.fileno(), mode)
+        os.fsync(out.fileno())
+    return digest.hexdigest()
+
+
+def sync_directories(root: Path) -> None:
+    """Make the names below ``root`` as durable as the bytes."""
+    for directory in [root, *(p for p in root.rglob("*") if p.is_dir())]:
+        handle = os.open(directory, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
+
+
+def unpack(partial: Path, files: dict[str, Any]) -> int:
+    """Write the members of the tar on stdin below ``partial``; returns their number."""
+    seen = set()
+    with tarfile.open(fileobj=sys.stdin.buffer, mode="r|") as archive:
+        for member in archive:
+            if not member.isreg() or member.name not in files or member.name in seen:
+                raise BadArchiveError(f"unexpected member {member.name!r}")
+            mode, wanted = files[member.name]
+            found = write_synced(partial / member.name, archive.extractfile(member), mode)
+            if found != wanted:
+                raise BadArchiveError(f"{member.name}: sha256 {found}, expected {wanted}")
+            seen.add(member.name)
+    missing = sorted(set(files) - seen)
+    if missing:
+        raise BadArchiveError(f"missing: {', '.join(missing[:5])}")
+    sync_directories(partial)
+    return len(seen)
+
+
+def put_in_place(partial: Path, release: Path) -> None:
+    """Rename ``partial`` to ``release``; a damaged release there is set aside first."""
+    if release.exists():
+        aside = partial.with_name(f"{partial.name}-replaced")
+        release.rename(aside)
+        partial.rename(release)
+        shutil.rmtree(aside, ignore_errors=True)
+    else:
+        partial.rename(release)
+    handle = os.open(release.parent, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
+
+
+def main(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Unpack, verify, rename."""
+    releases = Path(arguments["workspace"]) / "releases"
+    releases.mkdir(parents=True, exist_ok=True)
+    removed = remove_stale(releases)
+    partial = releases / f".partial-{os.getpid()}-{start_ticks(os.getpid())}"
+    partial.mkdir()
+    try:
+        written = unpack(partial, arguments["files"])
+        put_in_place(partial, releases / arguments["digest"])
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return {"written": written, "removed_partials": removed}
+
+
+if __name__ == "__main__":
+    try:
+        print(json.dumps(main(json.loads(sys.argv[1]))))
+    except (BadArchiveError, tarfile.TarError, EOFError) as problem:
+        print(json.dumps({"error": {"kind": "mismatch", "message": f"bad archive: {problem}"}}))
+        sys.exit(1)
+    except OSError as problem:
+        print(json.dumps({"error": {"kind": "failed", "message": f"cannot unpack: {problem}"}}))
+        sys.exit(1)

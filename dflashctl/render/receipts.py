@@ -1,0 +1,179 @@
+"""What the acting verbs print: receipts for people. Everything is plain text, never markup."""
+
+from collections.abc import Sequence
+
+from dflashctl.operations.deploy import DeployResult
+from dflashctl.operations.evaluate import EvaluateResult
+from dflashctl.operations.gpus import GpuRow, HostGpus
+from dflashctl.operations.launch import LaunchResult
+from dflashctl.operations.push import PushResult
+from dflashctl.operations.stop import StopResult
+from dflashctl.operations.warmup import WarmupResult
+from trainer.contract.manifest import Manifest
+
+_GIB = 1 << 30
+
+
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows as aligned columns, two blanks apart; the first row is the heading."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines) + "\n"
+
+
+def size(num_bytes: int) -> str:
+    """Return "812 B", "48.3 KiB", "1.1 MiB" or "22.1 GiB"."""
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"
+
+
+def gpus_text(hosts: Sequence[HostGpus]) -> str:
+    """Return the table of ``gpus``; a host that failed has a row of its own."""
+    rows: list[tuple[str, ...]] = [
+        ("HOST", "GPU", "NAME", "UUID", "UTIL", "MEMORY", "STATE", "FOR", "HELD BY")
+    ]
+    for host in hosts:
+        rows += [_gpu_row(host, row) for row in host.rows]
+        if host.error:
+            rows.append((host.host, "?", "", "", "?", "?", "UNKNOWN", "", host.error))
+        elif not host.rows:
+            rows.append((host.host, "-", "", "", "", "", "no GPU", "", ""))
+    return columns(rows)
+
+
+def _gpu_row(host: HostGpus, row: GpuRow) -> tuple[str, ...]:
+    gpu = row.gpu
+    used = "?" if gpu.memory_used_bytes is None else f"{gpu.memory_used_bytes / _GIB:.1f}"
+    total = "?" if gpu.memory_total_bytes is None else f"{gpu.memory_total_bytes / _GIB:.1f}"
+    return (
+        host.host,
+        str(gpu.index),
+        gpu.name,
+        gpu.uuid[:12],
+        "?" if gpu.utilization_frac is None else f"{gpu.utilization_frac:.0%}",
+        f"{used}/{total} GiB",
+        gpu.state.upper() if gpu.state == "unknown" else gpu.state,
+        ", ".join(row.roles),
+        gpu.reason,
+    )
+
+
+def deploy_text(result: DeployResult) -> str:
+    """Return the receipt of ``deploy`` for one container."""
+    name = f"{result.place}  release {result.digest[:12]}"
+    change = f"+{len(result.added)} ~{len(result.changed)} -{len(result.removed)} files"
+    if result.dry_run:
+        lines = [f"{name}  {change} would change (dry run: nothing was sent)"]
+        for sign, paths in (("+", result.added), ("~", result.changed), ("-", result.removed)):
+            lines += [f"  {sign} {path}" for path in paths]
+    elif result.num_sent == 0:
+        lines = [f"{name}  is there: 0 files sent, {result.num_files} verified"]
+    else:
+        sent = f"{result.num_sent} files sent, {size(result.bytes_sent)}, verified"
+        lines = [f"{name}  {sent}  ({change})"]
+    if result.repaired and not result.dry_run:
+        lines.append(f"  replaced a damaged copy: {', '.join(result.repaired[:5])}")
+    if result.environment is not None:
+        done = "made" if result.environment["built"] else "is there"
+        lines.append(f"  environment {result.environment['key'][:12]} {done}")
+        lines.append(f"  python      {result.environment['python']}")
+    return "\n".join(lines) + "\n"
+
+
+def push_text(result: PushResult) -> str:
+    """Return the receipt of ``push``."""
+    verb = "would be sent" if result.dry_run else f"sent, {size(result.bytes_sent)}, verified"
+    head = f"{result.place}:{result.directory}  {len(result.sent)} files {verb}"
+    return f"{head}; {result.num_unchanged} unchanged\n"
+
+
+def pinned_text(manifest: Manifest) -> str:
+    """Return what a launch pinned, one fact a line."""
+    commit = manifest.git_commit[:12] if manifest.git_commit else "none (installed package)"
+    facts = [
+        ("run", f"{manifest.tag}  ({manifest.run_id})"),
+        ("release", manifest.release[:12]),
+        ("git", f"{commit}{' + changes' if manifest.git_dirty else ''}"),
+        ("target", f"{manifest.config['target']['path']}  {manifest.target_revision[:19]}"),
+        ("data", f"{manifest.config['data']['path']}  sha256:{manifest.dataset_sha256[:12]}"),
+        ("packages", ", ".join(f"{k} {v}" for k, v in sorted(manifest.packages.items()))),
+        ("target on", _devices(manifest, "target")),
+        ("drafter on", _devices(manifest, "drafter")),
+        ("seed", str(manifest.seed)),
+        ("log", manifest.log_path),
+        ("tmux", manifest.tag),
+    ]
+    return "".join(f"  {name:<11} {value}\n" for name, value in facts)
+
+
+def _devices(manifest: Manifest, role: str) -> str:
+    gpus = manifest.devices(role)
+    if all(gpu.uuid is None for gpu in gpus):
+        return f"cpu, {len(gpus)} thread{'s' if len(gpus) > 1 else ''}"
+    return ", ".join(f"GPU {gpu.index} {str(gpu.uuid)[:12]}" for gpu in gpus)
+
+
+def launch_text(result: LaunchResult, place: str) -> str:
+    """Return the receipt of ``launch``: what was seen, what was pinned, what to type next."""
+    tag = result.manifest.tag
+    verb = "resumed" if result.resumed else "launched"
+    if result.adopted:
+        verb = "launched by the interrupted command, completed now"
+    if result.state == "ended":
+        proof = "it has finished already"
+    elif result.event is None:
+        proof = "its process lives; no event yet"
+    else:
+        proof = f"its process lives and wrote {result.event['kind']!r}"
+    pid = f" (pid {result.process['trainer_pid']})" if result.process else ""
+    head = f"{place}  {tag} {verb}; a second look saw: {proof}{pid}\n"
+    following = [f"watch {tag}", f"logs {tag} -f", f"stop {tag}", f"attach {tag}"]
+    nexts = "".join(f"  dflashctl {command}\n" for command in following)
+    return f"{head}{pinned_text(result.manifest)}next:\n{nexts}"
+
+
+def stop_text(result: StopResult) -> str:
+    """Return what ``stop`` proved."""
+    record = result.exit or {}
+    if result.ended_before:
+        head = f"{result.tag} had ended before: {record.get('state', 'no exit record')}"
+    elif not result.gone:
+        head = f"{result.tag} still lives after SIGKILL (a process in state D?)"
+    else:
+        head = f"{result.tag} ended by {result.signal}: {record.get('state', 'no exit record')}"
+    released = {True: "released", False: "STILL HELD", None: "not told by the driver"}
+    lines = [
+        head,
+        f"  last step        {record.get('last_step')}",
+        f"  last checkpoint  {record.get('last_checkpoint') or 'none'}",
+        f"  tmux session     {'gone' if result.session_gone else 'STILL THERE'}",
+        f"  GPUs             {released[result.gpus_released]}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def warmup_text(result: WarmupResult) -> str:
+    """Return seconds and compiles of each drafter device."""
+    lines = [f"{result.place}  warm: release {result.release[:12]}, cache {result.cache_dir}"]
+    for report in result.devices:
+        facts = [f"{key} {value}" for key, value in report.items() if key != "device"]
+        lines.append(f"  {report.get('device', '')}  {', '.join(facts)}")
+    return "\n".join(lines) + "\n"
+
+
+def evaluate_text(result: EvaluateResult) -> str:
+    """Return the figures of an evaluation; lists and objects are left to --json."""
+    lines = [f"{result.tag}  evaluation by real decoding"]
+    for key, value in result.evaluation.items():
+        if isinstance(value, float):
+            lines.append(f"  {key:<24} {value:.4f}")
+        elif not isinstance(value, dict | list):
+            lines.append(f"  {key:<24} {value}")
+    return "\n".join(lines) + "\n"

@@ -78,6 +78,7 @@ class Host:
 
     def _write_system(self) -> None:
         etc = self.layer / "etc"
+        (etc / f"pve/nodes/{self.name}/lxc").mkdir(parents=True)
         add_file(etc / "hostname", self.name + "\n")
         hosts = f"127.0.0.1 localhost\n{self.spec.ip} {self.name}.lab {self.name}\n"
         add_file(etc / "hosts", hosts)

@@ -121,21 +121,13 @@ class Lab:
 
     def status(self) -> SiteStatus:
         """What runs now."""
-        pids = live_pids(self.state)
-        if not pids:
+        if not live_pids(self.state):
             return SiteStatus(up=False)
-        site = SiteState(self.state)
-        hosts = []
-        for name, host in site.spec.hosts.items():
-            containers = {
-                vmid: "running" if site.is_running(name, vmid) else "stopped"
-                for vmid in host.containers
-            }
-            faults = active_faults(site, name)
-            hosts.append(
-                HostStatus(name, site.ports[name], host.ip, pids[name], faults, containers)
-            )
-        return SiteStatus(up=True, hosts=tuple(hosts))
+        try:
+            site = SiteState(self.state)
+            return SiteStatus(up=True, hosts=tuple(_host_status(site, h) for h in site.spec.hosts))
+        except LabError:  # it ended meanwhile
+            return SiteStatus(up=False)
 
     def fault(self, host: str, name: str, value: str = "") -> None:
         """Switch a fault on ("off": off); "none" switches off all of the host's.
@@ -317,6 +309,21 @@ class Lab:
             log_text = (self.state / "lab.log").read_text(encoding="utf-8", errors="replace")
             self.down()
             raise LabError(f"the lab did not start:\n{log_text.strip()}")
+
+
+def _host_status(site: SiteState, name: str) -> HostStatus:
+    host = site.spec.hosts[name]
+    containers = {
+        vmid: "running" if site.is_running(name, vmid) else "stopped" for vmid in host.containers
+    }
+    return HostStatus(
+        name=name,
+        port=site.ports[name],
+        ip=host.ip,
+        pid=site.pid_of(name),
+        faults=active_faults(site, name),
+        containers=containers,
+    )
 
 
 def _sources(spec: SiteSpec) -> list[str]:

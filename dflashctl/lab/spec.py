@@ -8,7 +8,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -191,10 +191,11 @@ def _build(kind: type[T], where: str, **values: Any) -> T:
         expected = _KINDS.get(name, object)
         if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
             raise LabError(f"{where}.{name}: found {value!r}, expected {expected.__name__}")
-    try:
-        return kind(**given)
-    except TypeError as error:
-        raise LabError(f"{where}: {str(error).partition('() ')[2]}") from None
+    for needed in fields(kind):  # type: ignore[arg-type]  # every `kind` is a dataclass
+        optional = needed.default is not MISSING or needed.default_factory is not MISSING
+        if needed.name not in given and not optional:
+            raise LabError(f"{where}: the key {needed.name!r} is missing")
+    return kind(**given)
 
 
 def _check_site(site: SiteSpec) -> None:

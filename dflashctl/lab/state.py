@@ -78,8 +78,11 @@ class SiteState:
         """Whether a container runs, by LXC's command socket, as pct decides it."""
         name = f"@/var/lib/lxc/{host}/{vmid}/command"
         # /proc/PID/net is that process's network namespace: no need to enter it.
-        sockets = Path(f"/proc/{self.pid_of(host)}/net/unix").read_text(encoding="utf-8")
-        return any(line.endswith(name) for line in sockets.splitlines())
+        path = Path(f"/proc/{self.pid_of(host)}/net/unix")
+        try:
+            return any(s.endswith(name) for s in path.read_text(encoding="utf-8").splitlines())
+        except OSError:  # the host ended meanwhile
+            return False
 
     def in_host(
         self, host: str, argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float = 60

@@ -1,0 +1,320 @@
+"""Bringing a site up and down: what is in the way, what is left, what is seen from inside."""
+
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dflashctl.errors import LabError
+from dflashctl.lab.interpreter import python_paths
+from dflashctl.lab.site import Lab
+from dflashctl.lab.spec import ContainerSpec, HostSpec, MountSpec, SiteSpec
+from dflashctl.lab.state import has_ended, live_pids, read_json
+
+Ssh = Callable[..., subprocess.CompletedProcess[bytes]]
+pytestmark = pytest.mark.lab
+ROOT = Path(__file__).parents[2]
+
+
+def small_site(port: int = 0, container: ContainerSpec | None = None) -> SiteSpec:
+    """One host, one container: quick to start."""
+    containers = {100: container or ContainerSpec(hostname="box")}
+    return SiteSpec({"one": HostSpec(ip="10.1.2.9", port=port, gpus=1, containers=containers)})
+
+
+@pytest.fixture
+def second(lab_site: Lab) -> Iterator[Lab]:
+    """Another lab, still down; removed after the test. lab_site has checked the requirements."""
+    assert lab_site.status().up
+    lab = Lab(Path(tempfile.mkdtemp(prefix="lab-")))
+    try:
+        yield lab
+    finally:
+        lab.down()
+
+
+def wait_until(what: Callable[[], bool], seconds: float = 10) -> None:
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+
+
+def cgroups_of(name: str) -> list[str]:
+    return [d for d, below, _ in os.walk("/sys/fs/cgroup") if name in below]
+
+
+# ---- up and down
+
+
+def test_two_labs_run_at_once_without_seeing_each_other(lab_site: Lab, second: Lab) -> None:
+    second.up(small_site())
+    (one,) = second.status().hosts
+    assert one.port not in {host.port for host in lab_site.status().hosts}
+    assert second.in_container("one", 100, "hostname").stdout == b"box\n"
+    assert lab_site.in_container("kpro6", 200, "hostname").stdout == b"train200\n"
+    second.down()
+    assert not second.status().up
+    assert lab_site.in_container("kpro6", 200, "hostname").stdout == b"train200\n"
+
+
+def test_a_lab_that_is_up_cannot_be_brought_up_again(lab_site: Lab) -> None:
+    with pytest.raises(LabError, match="already up") as refused:
+        lab_site.up(small_site())
+    assert refused.value.hint == f"dflashctl lab down --state {lab_site.state}"
+    assert [host.name for host in lab_site.status().hosts] == ["kpro6", "kpro7"]
+
+
+def test_down_ends_every_process_and_leaves_no_cgroup_and_no_file(second: Lab) -> None:
+    second.up(small_site())
+    name = read_json(second.state / "lab.json")["cgroup"]
+    pids = live_pids(second.state)
+    assert cgroups_of(name)
+    second.down()
+    assert all(map(has_ended, pids.values()))
+    assert cgroups_of(name) == []
+    assert not second.state.exists()
+    second.down()  # twice is fine
+
+
+def test_killing_the_supervisor_ends_everything(second: Lab) -> None:
+    second.up(small_site())
+    job = second.in_container("one", 100, "sleep 98765 >/dev/null 2>&1 & echo $!")
+    assert job.returncode == 0
+    pids = live_pids(second.state)
+    os.kill(pids["supervisor"], signal.SIGKILL)
+    wait_until(lambda: all(map(has_ended, pids.values())))
+    left = [
+        p for p in Path("/proc").glob("[0-9]*/cmdline") if b"sleep\x0098765" in read_or_empty(p)
+    ]
+    assert left == []
+    assert not second.status().up
+
+
+def read_or_empty(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def test_up_after_an_unclean_end_works_and_removes_the_old_cgroups(second: Lab) -> None:
+    second.up(small_site())
+    old = read_json(second.state / "lab.json")["cgroup"]
+    pids = live_pids(second.state)
+    os.kill(pids["supervisor"], signal.SIGKILL)
+    wait_until(lambda: all(map(has_ended, pids.values())))
+    second.up(small_site())
+    assert second.in_container("one", 100, "echo ok").stdout == b"ok\n"
+    assert cgroups_of(old) == []
+
+
+@pytest.mark.parametrize("after_s", [0.02, 0.1, 0.2, 0.3])
+def test_up_killed_half_way_leaves_what_the_next_up_can_clear(second: Lab, after_s: float) -> None:
+    argv = [sys.executable, "-m", "dflashctl.lab", "--state", str(second.state), "up"]
+    with subprocess.Popen(
+        argv, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as up:
+        time.sleep(after_s)
+        up.kill()
+    second.down()
+    second.up(small_site())
+    assert second.in_container("one", 100, "echo ok").stdout == b"ok\n"
+
+
+def test_the_end_of_its_owner_ends_the_lab(second: Lab) -> None:
+    with subprocess.Popen(["sleep", "60"]) as owner:
+        second.up(small_site(), owner=owner.pid)
+        assert second.status().up
+        owner.kill()
+    wait_until(lambda: not second.status().up)
+
+
+def test_a_lab_whose_directory_is_removed_ends(second: Lab) -> None:
+    second.up(small_site())
+    pids = live_pids(second.state)
+    (second.state / "lab.json").unlink()
+    wait_until(lambda: all(map(has_ended, pids.values())))
+
+
+def test_a_fixed_port_is_used_and_a_taken_one_is_named(second: Lab) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(LabError, match=f"one: port {port} of 127.0.0.1: Address already"):
+            second.up(small_site(port=port))
+    second.up(small_site(port=port))
+    assert second.status().hosts[0].port == port
+
+
+def test_a_directory_with_other_things_in_it_is_refused_and_kept(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("precious")
+    with tempfile.TemporaryDirectory(prefix="lab-") as name:
+        (Path(name) / "mine").write_text("precious")
+        for verb in (lambda lab: lab.up(small_site()), lambda lab: lab.down()):
+            with pytest.raises(LabError, match="exists and is not a lab's state directory"):
+                verb(Lab(Path(name)))
+        assert (Path(name) / "mine").read_text() == "precious"
+
+
+def test_a_state_path_too_long_for_unix_sockets_is_refused(tmp_path: Path) -> None:
+    long = tmp_path / ("x" * 70)
+    with pytest.raises(LabError, match="60 is the most, for the unix sockets"):
+        Lab(long).up(small_site())
+    assert not long.exists()
+
+
+def test_a_host_that_cannot_start_is_reported_with_its_log_and_leaves_nothing(
+    second: Lab, tmp_path: Path
+) -> None:
+    site = replace(small_site(), base=str(tmp_path))  # nothing a container could run on
+    with pytest.raises(LabError, match="the lab did not start") as failed:
+        second.up(site)
+    assert "startup for container '100' failed" in failed.value.message
+    assert not second.state.exists()
+
+
+def test_questions_to_a_lab_that_is_down_say_how_to_start_it(second: Lab) -> None:
+    for ask in (lambda: second.in_host("one", ["true"]), second.hosts_yaml):
+        with pytest.raises(LabError, match="there is no lab in") as refused:
+            ask()
+        assert refused.value.hint == f"dflashctl lab up --state {second.state}"
+    assert not second.status().up
+
+
+def test_a_host_without_containers_lists_nothing_not_even_a_header(second: Lab) -> None:
+    second.up(SiteSpec({"bare": HostSpec(ip="10.1.2.9", gpus=0)}))
+    done = second.in_host("bare", ["pct", "list"])
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+    assert second.in_host("bare", ["nvidia-smi"]).stdout == b"No devices were found\n"
+
+
+# ---- from inside
+
+
+def test_this_python_with_torch_runs_in_a_container(lab_site: Lab) -> None:
+    script = f"{shlex.quote(sys.executable)} -c 'import torch; print(torch.ones(3).sum().item())'"
+    done = lab_site.in_container("kpro6", 200, script)
+    assert done.stdout == b"3.0\n", done.stderr.decode()
+
+
+def test_what_is_exposed_is_read_only_and_the_rest_of_the_machine_hidden(lab_site: Lab) -> None:
+    for path in python_paths(sys.executable):
+        done = lab_site.in_container("kpro6", 200, f"touch {shlex.quote(path)}/x")
+        assert b"Read-only file system" in done.stderr or path.startswith("/usr"), path
+    assert not Path("/usr/x").exists()
+    done = lab_site.in_container("kpro6", 200, f"ls {shlex.quote(str(ROOT))}")
+    assert b"pyproject.toml" not in done.stdout
+    assert lab_site.in_container("kpro6", 200, "ls -A /home /tmp /srv /mnt").stdout == (
+        b"/home:\n\n/mnt:\n\n/srv:\n\n/tmp:\n"
+    )
+
+
+def test_a_host_cannot_write_to_this_machine_either(lab_site: Lab) -> None:
+    script = "touch /var/lib/pve-lab/base/x; touch /var/lib/pve-lab/binds/200/0/x"
+    stderr = lab_site.in_host("kpro6", ["sh", "-c", script]).stderr
+    assert stderr.count(b"Read-only file system") == 2
+
+
+def test_mounts_show_a_directory_at_another_path(second: Lab, tmp_path: Path) -> None:
+    for name in ("models", "out"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "models/config.json").write_text("{}")
+    (tmp_path / "one.txt").write_text("one")
+    container = ContainerSpec(
+        mounts={
+            "/models": MountSpec(str(tmp_path / "models")),
+            "/data/out": MountSpec(str(tmp_path / "out"), writable=True),
+            "/data/one.txt": MountSpec(str(tmp_path / "one.txt")),
+        },
+        expose=(str(tmp_path),),
+    )
+    second.up(small_site(container=container))
+    assert second.in_container("one", 100, "cat /models/config.json").stdout == b"{}"
+    assert second.in_container("one", 100, "cat /data/one.txt").stdout == b"one"
+    assert second.in_container("one", 100, f"cat {tmp_path}/one.txt").stdout == b"one"
+    assert b"Read-only" in second.in_container("one", 100, "touch /models/x").stderr
+    assert second.in_container("one", 100, "echo hi > /data/out/x").returncode == 0
+    assert (tmp_path / "out/x").read_text() == "hi\n"
+    config = second.in_host("one", ["pct", "config", "100"]).stdout.decode()
+    assert f"mp1: {tmp_path}/one.txt,mp=/data/one.txt,ro=1\n" in config
+    assert f"mp2: {tmp_path}/out,mp=/data/out,ro=0\n" in config
+
+
+def test_a_path_that_does_not_exist_is_named_before_anything_starts(second: Lab) -> None:
+    with pytest.raises(LabError, match="/nowhere does not exist"):
+        second.up(small_site(container=ContainerSpec(expose=("/nowhere",))))
+
+
+def test_the_workspace_has_the_size_asked_for(second: Lab) -> None:
+    second.up(small_site(container=ContainerSpec(workspace="6g")))
+    size = second.in_container("one", 100, "df -Pk /workspace | awk 'END {print $2}'").stdout
+    assert int(size) == 6 << 20
+
+
+def test_the_container_has_the_programs_that_dflashctl_needs(lab_site: Lab) -> None:
+    script = "for p in python3 tmux tar sha256sum bash head env; do command -v $p; done"
+    done = lab_site.in_container("kpro6", 200, script)
+    assert len(done.stdout.splitlines()) == 7
+
+
+def test_tmux_started_through_ssh_and_pct_lives_on(ssh: Ssh) -> None:
+    tmux = "tmux -S /workspace/t.sock"
+    assert ssh("kpro6", f"pct exec 200 -- {tmux} new -d -s job 'sleep 30'").returncode == 0
+    assert ssh("kpro6", f"pct exec 200 -- {tmux} has-session -t =job").returncode == 0
+    assert ssh("kpro6", f"pct exec 200 -- {tmux} kill-server").returncode == 0
+
+
+# ---- ways in
+
+
+def test_a_host_answers_by_ssh_under_its_name_and_keeps_its_key(ssh: Ssh) -> None:
+    done = ssh("kpro7", "hostname; id -un")
+    assert (done.stdout, done.stderr) == (b"kpro7\nroot\n", b"")
+
+
+def test_an_unknown_host_key_is_refused_by_the_ssh_program(lab_site: Lab, ssh: Ssh) -> None:
+    done = ssh("kpro7", "true", "-o", f"UserKnownHostsFile={lab_site.state}/none")
+    assert done.returncode == 255
+    assert b"Host key verification failed" in done.stderr
+
+
+def test_a_jump_through_another_host_works(ssh: Ssh) -> None:
+    assert ssh("kpro6-via-kpro7", "hostname").stdout == b"kpro6\n"
+
+
+def test_on_the_lan_hosts_have_their_own_addresses(lab_site: Lab) -> None:
+    ssh = ["ssh", "-F", str(lab_site.lan_ssh_config), "root@10.1.2.6", "hostname"]
+    done = subprocess.run(lab_site.lan_command(ssh), capture_output=True, check=False, timeout=20)
+    assert (done.stdout, done.stderr) == (b"kpro6\n", b"")
+
+
+def test_unknown_hosts_and_containers_are_named_with_the_known_ones(lab_site: Lab) -> None:
+    with pytest.raises(LabError, match="no host kpro9; known are kpro6, kpro7"):
+        lab_site.in_host("kpro9", ["true"])
+    with pytest.raises(LabError, match=re.escape("kpro7: no container 201; known are 200")):
+        lab_site.in_container("kpro7", 201, "true")
+
+
+def test_a_command_that_takes_too_long_is_given_up(lab_site: Lab) -> None:
+    with pytest.raises(LabError, match=r"kpro6: sleep 30 took longer than 0\.3 s"):
+        lab_site.in_host("kpro6", ["sleep", "30"], timeout_s=0.3)
+
+
+def test_restore_brings_power_states_and_faults_back(lab_site: Lab) -> None:
+    lab_site.in_host("kpro6", ["pct", "stop", "200"])
+    lab_site.in_host("kpro6", ["pct", "start", "201"])
+    lab_site.fault("kpro7", "latency", "0,0.1")
+    lab_site.restore()
+    kpro6, kpro7 = lab_site.status().hosts
+    assert kpro6.containers == {200: "running", 201: "stopped"}
+    assert kpro7.faults == {}

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,16 +24,16 @@ from dflashctl.transport.openssh import OpensshTransport
 class SshServer:
     """One sshd for the current user; its known_hosts names it."""
 
-    def __init__(self, directory: Path, *, settings: str = "") -> None:
+    def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._settings = settings
+        self.settings = ""  # more lines of sshd_config
         self.port = _free_port()
         self.user_key = directory / "user_key"
         self.host_key = directory / "host_key"
         self.known_hosts = directory / "known_hosts"
         self._process: subprocess.Popen[bytes] | None = None
-        make_key(self.user_key)
-        make_key(self.host_key)
+        write_key(self.user_key)
+        write_key(self.host_key)
         self.trust()
 
     @property
@@ -73,7 +73,7 @@ class SshServer:
         config.write_text(
             f"ListenAddress 127.0.0.1:{self.port}\nHostKey {self.host_key}\nPidFile none\n"
             f"AuthorizedKeysFile {self.user_key}.pub\nStrictModes no\nUsePAM no\n"
-            f"PasswordAuthentication no\nPermitRootLogin yes\nLogLevel ERROR\n{self._settings}"
+            f"PasswordAuthentication no\nPermitRootLogin yes\nLogLevel ERROR\n{self.settings}"
         )
         sshd = shutil.which("sshd") or "/usr/sbin/sshd"
         self._process = subprocess.Popen([sshd, "-D", "-e", "-f", str(config)])
@@ -120,7 +120,7 @@ class SshServer:
             self._process = None
 
 
-def make_key(path: Path) -> None:
+def write_key(path: Path) -> None:
     for file in (path, path.with_suffix(".pub")):
         file.unlink(missing_ok=True)
     argv = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(path)]
@@ -183,6 +183,19 @@ def way(request: pytest.FixtureRequest) -> Iterator[Transport]:
         transport = kind(request.getfixturevalue("ssh_server").host())
     with opened(transport) as ready:
         yield ready
+
+
+@pytest.fixture
+def open_way() -> Iterator[Callable[[Transport], Transport]]:
+    """Opens a transport and leaves nothing of it behind after the test."""
+    with contextlib.ExitStack() as stack:
+        yield lambda transport: stack.enter_context(opened(transport))
+
+
+@pytest.fixture
+def make_key() -> Callable[[Path], None]:
+    """Makes a key pair at a path."""
+    return write_key
 
 
 @pytest.fixture(params=[OpensshTransport, FabricTransport], ids=["openssh", "fabric"])

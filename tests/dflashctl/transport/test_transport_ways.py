@@ -21,7 +21,7 @@ ARGUMENTS = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(arguments=ARGUMENTS)
 def test_random_arguments_arrive_unchanged(way: Transport, arguments: list[str]) -> None:
     received: list[bytes] = []
@@ -29,7 +29,7 @@ def test_random_arguments_arrive_unchanged(way: Transport, arguments: list[str])
     assert b"".join(received) == b"".join(item.encode() + b"\0" for item in arguments)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(payload=st.lists(st.binary(max_size=5000), max_size=5))
 def test_random_payload_comes_back_unchanged(way: Transport, payload: list[bytes]) -> None:
     result = run_script(way, Script("cat", payload))

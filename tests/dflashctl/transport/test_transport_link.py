@@ -1,0 +1,157 @@
+"""A link that dies or stalls under a command: noticed in time, and never taken for success."""
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+
+from dflashctl.errors import StateUnknownError, UnreachableError
+from dflashctl.transport import Script, Transport, run_script, stream_script
+from dflashctl.transport.fabric_ssh import FabricTransport
+
+if TYPE_CHECKING:
+    from conftest import SshServer
+
+OpenWay = Callable[[Transport], Transport]
+
+
+def test_connection_killed_under_a_script_leaves_the_state_unknown(
+    own_server: "SshServer", ssh_kind: type, open_way: OpenWay
+) -> None:
+    way = open_way(ssh_kind(own_server.host()))
+
+    def cut(chunk: bytes) -> None:
+        assert chunk == b"begun\n"
+        own_server.kill_connections(signal.SIGKILL)
+
+    started_s = time.monotonic()
+    with pytest.raises(StateUnknownError) as caught:
+        stream_script(way, Script("echo begun; sleep 20", what="launch"), cut)
+    assert "launch" in caught.value.message
+    assert time.monotonic() - started_s < 5
+
+
+def test_connection_killed_between_two_commands_is_unreachable_or_made_anew(
+    own_server: "SshServer", ssh_kind: type, open_way: OpenWay
+) -> None:
+    way = open_way(ssh_kind(own_server.host()))
+    own_server.kill_connections(signal.SIGKILL)
+    time.sleep(0.3)
+    if ssh_kind is FabricTransport:
+        with pytest.raises(UnreachableError) as caught:
+            run_script(way, Script("echo a", deadline_s=10))
+        assert caught.value.code == "link-lost"
+    else:
+        assert run_script(way, Script("echo a", deadline_s=10)).stdout == b"a\n"
+
+
+def test_host_that_stops_answering_is_noticed_by_the_heartbeat(
+    own_server: "SshServer", open_way: OpenWay
+) -> None:
+    way = open_way(FabricTransport(own_server.host(), alive_interval_s=0.3))
+
+    def stall(chunk: bytes) -> None:
+        assert chunk == b"begun\n"
+        own_server.kill_connections(signal.SIGSTOP)
+
+    started_s = time.monotonic()
+    try:
+        with pytest.raises(StateUnknownError):
+            stream_script(way, Script("echo begun; sleep 20", deadline_s=None), stall)
+    finally:
+        own_server.kill_connections(signal.SIGKILL)
+    assert time.monotonic() - started_s < 6
+
+
+def test_deadline_holds_while_the_host_is_stalled(
+    own_server: "SshServer", ssh_kind: type, open_way: OpenWay
+) -> None:
+    way = open_way(ssh_kind(own_server.host()))
+    own_server.kill_connections(signal.SIGSTOP)
+    started_s = time.monotonic()
+    try:
+        with pytest.raises(UnreachableError):
+            run_script(way, Script("cat", [bytes(1 << 20)] * 8, deadline_s=1.0))
+    finally:
+        own_server.kill_connections(signal.SIGKILL)
+    assert time.monotonic() - started_s < 4
+
+
+def test_idle_connection_stays_open_by_answers_to_the_heartbeat(
+    own_server: "SshServer", open_way: OpenWay
+) -> None:
+    way = open_way(FabricTransport(own_server.host(), alive_interval_s=0.1))
+    time.sleep(1.5)
+    assert run_script(way, Script("echo a")).stdout == b"a\n"
+
+
+def test_close_ends_every_thread_of_the_connection(own_server: "SshServer") -> None:
+    before = set(threading.enumerate())
+    way = FabricTransport(own_server.host())
+    way.open()
+    run_script(way, Script("cat", [b"x"]))
+    way.close()
+    end = time.monotonic() + 3
+    while set(threading.enumerate()) - before and time.monotonic() < end:
+        time.sleep(0.05)
+    assert set(threading.enumerate()) - before == set()
+
+
+def test_noise_of_a_login_file_stays_out_of_the_output(
+    own_server: "SshServer", ssh_kind: type, open_way: OpenWay
+) -> None:
+    noise = 'echo "Welcome to near"; printf "no newline@@"'
+    force_command(own_server, f'{noise}; eval "$SSH_ORIGINAL_COMMAND"')
+    way = open_way(ssh_kind(own_server.host()))
+    assert run_script(way, Script("printf x")).stdout == b"x"
+
+
+def test_endless_noise_is_told_and_not_kept(own_server: "SshServer", open_way: OpenWay) -> None:
+    force_command(own_server, "yes noise")
+    way = open_way(FabricTransport(own_server.host()))
+    with pytest.raises(StateUnknownError, match="before the script began") as caught:
+        run_script(way, Script("echo a", deadline_s=20))
+    assert ".bashrc" in caught.value.hint
+
+
+def test_login_that_runs_nothing_is_never_taken_for_success(
+    own_server: "SshServer", ssh_kind: type, open_way: OpenWay
+) -> None:
+    force_command(own_server, "echo This account is for mail; exit 0")
+    way = open_way(ssh_kind(own_server.host()))
+    with pytest.raises(StateUnknownError, match="no sign of having begun") as caught:
+        run_script(way, Script("echo a"))
+    assert "for mail" in caught.value.message
+
+
+def test_interrupt_of_the_user_leaves_no_child_and_no_thread(
+    own_server: "SshServer", ssh_kind: type, open_way: OpenWay
+) -> None:
+    way = open_way(ssh_kind(own_server.host()))
+    before = set(threading.enumerate())
+
+    def interrupt(chunk: bytes) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stream_script(way, Script("echo begun; sleep 20"), interrupt)
+    listed = subprocess.run(
+        ["ps", "-o", "comm=", "--ppid", str(os.getpid())],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "ssh" not in listed.stdout.split()
+    assert set(threading.enumerate()) == before
+    assert run_script(way, Script("echo a")).stdout == b"a\n"
+
+
+def force_command(server: "SshServer", command: str) -> None:
+    server.stop()
+    server.settings = f"ForceCommand {command}\n"
+    server.start()

@@ -1,0 +1,250 @@
+"""Host keys, logins and ssh_config: what is refused, with which exit code and which words."""
+
+import getpass
+import socket
+import subprocess
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from dflashctl.errors import ConfigurationError, ExitCode, TrustError, UnreachableError
+from dflashctl.inventory import Container, Place
+from dflashctl.transport import Script, Transport, connect, connect_host, run_script
+from dflashctl.transport.fabric_ssh import FabricTransport
+
+if TYPE_CHECKING:
+    from conftest import SshServer
+
+OpenWay = Callable[[Transport], Transport]
+MakeKey = Callable[[Path], None]
+ECHO = Script("echo here")
+
+
+def fingerprint_of(public: Path) -> str:
+    """As ssh-keygen -l prints it, the reference."""
+    listed = subprocess.run(
+        ["ssh-keygen", "-lf", str(public)], capture_output=True, text=True, check=True
+    )
+    return listed.stdout.split()[1]
+
+
+def test_unknown_host_key_is_refused_with_exit_code_5(
+    ssh_server: "SshServer", ssh_kind: type, tmp_path: Path
+) -> None:
+    host = ssh_server.host(known_hosts=str(tmp_path / "none"))
+    with pytest.raises(TrustError, match="host key is not known") as caught:
+        ssh_kind(host).open()
+    assert caught.value.exit_code == ExitCode.TRUST
+    assert "--accept-new" in caught.value.hint
+    assert not (tmp_path / "none").exists()
+
+
+def test_accept_new_records_the_key_once_and_then_it_is_known(
+    ssh_server: "SshServer", ssh_kind: type, open_way: OpenWay, tmp_path: Path
+) -> None:
+    known = tmp_path / "new" / "known_hosts"
+    if ssh_kind is not FabricTransport:
+        known.parent.mkdir()  # ssh itself makes only ~/.ssh
+    host = ssh_server.host(known_hosts=str(known))
+    run_script(open_way(ssh_kind(host, accept_new=True)), ECHO)
+    assert run_script(open_way(ssh_kind(host)), ECHO).stdout == b"here\n"
+    lines = known.read_text().splitlines()
+    assert len(lines) == 1
+    assert lines[0].split()[2] == ssh_server.host_key.with_suffix(".pub").read_text().split()[1]
+
+
+@pytest.mark.parametrize("accept_new", [False, True])
+def test_changed_host_key_is_refused_showing_both_fingerprints_and_the_line(
+    own_server: "SshServer", ssh_kind: type, make_key: MakeKey, *, accept_new: bool
+) -> None:
+    old = own_server.directory / "old"
+    make_key(old)
+    kind, blob = old.with_suffix(".pub").read_text().split()[:2]
+    own_server.known_hosts.write_text(f"# a comment\n{own_server.name} {kind} {blob}\n")
+    before = own_server.known_hosts.read_bytes()
+    with pytest.raises(TrustError) as caught:
+        ssh_kind(own_server.host(), accept_new=accept_new).open()
+    error = caught.value
+    assert (error.exit_code, error.code) == (ExitCode.TRUST, "host-key-changed")
+    assert fingerprint_of(old.with_suffix(".pub")) in error.message
+    assert fingerprint_of(own_server.host_key.with_suffix(".pub")) in error.message
+    assert f"{own_server.known_hosts}:2" in error.message
+    assert "ssh-keygen -f" in error.hint
+    assert own_server.name in error.hint
+    assert own_server.known_hosts.read_bytes() == before
+
+
+def test_revoked_host_key_is_refused(own_server: "SshServer", ssh_kind: type) -> None:
+    line = own_server.known_hosts.read_text()
+    own_server.known_hosts.write_text(f"{line}@revoked {line}")
+    with pytest.raises(TrustError, match="revoked"):
+        ssh_kind(own_server.host()).open()
+
+
+def test_second_recorded_key_of_a_host_is_accepted(
+    own_server: "SshServer", ssh_kind: type, open_way: OpenWay, make_key: MakeKey
+) -> None:
+    other = own_server.directory / "other"
+    make_key(other)
+    kind, blob = other.with_suffix(".pub").read_text().split()[:2]
+    right = own_server.known_hosts.read_text()
+    own_server.known_hosts.write_text(f"{own_server.name} {kind} {blob}\n{right}")
+    assert run_script(open_way(ssh_kind(own_server.host())), ECHO).stdout == b"here\n"
+
+
+def test_hashed_known_hosts_are_understood(
+    own_server: "SshServer", ssh_kind: type, open_way: OpenWay
+) -> None:
+    argv = ["ssh-keygen", "-q", "-H", "-f", str(own_server.known_hosts)]
+    subprocess.run(argv, check=True, capture_output=True)
+    assert own_server.known_hosts.read_text().startswith("|1|")
+    assert run_script(open_way(ssh_kind(own_server.host())), ECHO).stdout == b"here\n"
+
+
+def test_host_with_several_keys_is_asked_for_the_recorded_kind(
+    own_server: "SshServer", ssh_kind: type, open_way: OpenWay
+) -> None:
+    second = own_server.directory / "ecdsa"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ecdsa", "-N", "", "-f", str(second)], check=True)
+    own_server.stop()
+    own_server.settings = f"HostKey {second}\n"
+    own_server.start()
+    kind, blob = second.with_suffix(".pub").read_text().split()[:2]
+    own_server.known_hosts.write_text(f"{own_server.name} {kind} {blob}\n")
+    assert run_script(open_way(ssh_kind(own_server.host())), ECHO).stdout == b"here\n"
+
+
+def test_wrong_key_is_exit_code_5_and_names_user_and_key(
+    ssh_server: "SshServer", ssh_kind: type, make_key: MakeKey, tmp_path: Path
+) -> None:
+    make_key(tmp_path / "wrong")
+    with pytest.raises(TrustError, match="refused the login") as caught:
+        ssh_kind(ssh_server.host(identity_file=str(tmp_path / "wrong"))).open()
+    assert (caught.value.exit_code, caught.value.code) == (ExitCode.TRUST, "auth")
+    assert getpass.getuser() in caught.value.message
+    assert "ssh-add" in caught.value.hint
+
+
+def test_key_with_a_passphrase_is_told_and_never_asked_for(
+    ssh_server: "SshServer", ssh_kind: type, tmp_path: Path
+) -> None:
+    locked = tmp_path / "locked"
+    argv = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "secret", "-f", str(locked)]
+    subprocess.run(argv, check=True)
+    with pytest.raises(TrustError, match="refused the login") as caught:
+        ssh_kind(ssh_server.host(identity_file=str(locked))).open()
+    assert "passphrase works through the agent" in caught.value.hint
+
+
+def test_missing_identity_file_is_a_configuration_error(
+    ssh_server: "SshServer", ssh_kind: type, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigurationError, match=r"nokey does not exist"):
+        ssh_kind(ssh_server.host(identity_file=str(tmp_path / "nokey"))).open()
+
+
+def test_closed_port_is_unreachable(ssh_server: "SshServer", ssh_kind: type) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        host = ssh_server.host(port=free.getsockname()[1])
+        with pytest.raises(UnreachableError, match="refused") as caught:
+            ssh_kind(host).open()
+    assert caught.value.exit_code == ExitCode.UNREACHABLE
+
+
+def test_unresolvable_name_is_unreachable(ssh_server: "SshServer", ssh_kind: type) -> None:
+    with pytest.raises(UnreachableError, match="resolve"):
+        ssh_kind(ssh_server.host(address="root@no-such-host.invalid")).open()
+
+
+def test_server_that_says_nothing_is_unreachable_within_the_timeout(
+    ssh_server: "SshServer", ssh_kind: type
+) -> None:
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen()
+        host = ssh_server.host(port=mute.getsockname()[1], connect_timeout_s=1.0)
+        with pytest.raises(UnreachableError):
+            ssh_kind(host).open()
+
+
+def test_broken_ssh_config_is_a_configuration_error(
+    ssh_server: "SshServer", ssh_kind: type, tmp_path: Path
+) -> None:
+    (tmp_path / "bad").write_text("Hostt near\n")
+    with pytest.raises(ConfigurationError, match="Bad configuration option"):
+        ssh_kind(ssh_server.host(ssh_config=str(tmp_path / "bad"))).open()
+
+
+def write_config(server: "SshServer", directory: Path) -> Path:
+    """The server as an alias in an included file, and a second alias behind a jump to the first."""
+    (directory / "sub.conf").write_text(
+        f"Host alias\n  HostName 127.0.0.1\n  Port {server.port}\n  User {getpass.getuser()}\n"
+        f"  IdentityFile {server.user_key}\n  IdentitiesOnly yes\n"
+        f"  UserKnownHostsFile {server.known_hosts}\n"
+        f"Host behind\n  ProxyJump alias\n  HostName 127.0.0.1\n  Port {server.port}\n"
+        f"  User {getpass.getuser()}\n  IdentityFile {server.user_key}\n"
+        f"  UserKnownHostsFile {server.known_hosts}\n"
+    )
+    config = directory / "main.conf"
+    config.write_text(f"Include {directory}/sub.conf\n")
+    return config
+
+
+@pytest.mark.parametrize("alias", ["alias", "behind"])
+def test_alias_of_an_included_ssh_config_is_reached_also_behind_a_jump(
+    ssh_server: "SshServer", ssh_kind: type, open_way: OpenWay, tmp_path: Path, alias: str
+) -> None:
+    config = write_config(ssh_server, tmp_path)
+    host = ssh_server.host(
+        address=alias, port=None, identity_file=None, known_hosts=None, ssh_config=str(config)
+    )
+    way = open_way(ssh_kind(host))
+    assert run_script(way, ECHO).stdout == b"here\n"
+    assert way.user == getpass.getuser()
+
+
+def test_jump_named_in_the_inventory_is_used(
+    ssh_server: "SshServer", ssh_kind: type, open_way: OpenWay, tmp_path: Path
+) -> None:
+    config = write_config(ssh_server, tmp_path)
+    host = ssh_server.host(jump="alias", ssh_config=str(config))
+    assert run_script(open_way(ssh_kind(host)), ECHO).stdout == b"here\n"
+
+
+def test_jump_to_a_closed_port_is_unreachable(ssh_server: "SshServer", ssh_kind: type) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        jump = f"127.0.0.1:{free.getsockname()[1]}"
+        with pytest.raises(UnreachableError):
+            ssh_kind(ssh_server.host(jump=jump)).open()
+
+
+@pytest.mark.parametrize("backend", ["fabric", "openssh", "local"])
+def test_connect_opens_the_backend_that_the_inventory_names(
+    ssh_server: "SshServer", open_way: OpenWay, backend: str
+) -> None:
+    host = ssh_server.host(backend=backend)
+    way = open_way(connect(Place(host, Container("near", None))))
+    assert way.place == "near/self"
+    assert run_script(way, ECHO).stdout == b"here\n"
+    assert open_way(connect_host(host)).place == "near"
+
+
+def test_eight_threads_connect_at_once(ssh_server: "SshServer") -> None:
+    answers: list[bytes] = []
+
+    def work() -> None:
+        transport = connect_host(ssh_server.host())
+        answers.append(run_script(transport, ECHO).stdout)
+        transport.close()
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert answers == [b"here\n"] * 8

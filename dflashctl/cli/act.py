@@ -183,7 +183,7 @@ def _launch(
     options: Options, tag: str | None, train: Path | None, sets: list[str] | None, wait: float
 ) -> Any:
     from dflashctl.bundle import build_bundle
-    from dflashctl.operations.launch import LaunchRequest
+    from dflashctl.operations.launch import LaunchRequest, refuse_recorded
     from dflashctl.operations.launch import launch as run
     from dflashctl.remote_run import Code
 
@@ -191,7 +191,7 @@ def _launch(
     tag = tag or _propose_tag(options, runs)
     config = _train_config(options, place, train, sets)
     request = LaunchRequest(tag, Code.of(build_bundle()), config, tuple(sys.argv), wait)
-    _refuse_known_tag(runs, tag)
+    refuse_recorded(runs, tag, place.label)  # before any connection is made
     with _ways(options, place) as ways:
         return run(ways, request, runs, _say)
 
@@ -225,16 +225,25 @@ def stop(
         raise typer.Exit(1)
 
 
-def evaluate(
+def evaluate(  # noqa: PLR0913 - the options of a verb are its parameters
     ctx: typer.Context,
     tag: Tag,
+    *,
     prompts: Annotated[
         list[str] | None,
         typer.Option("--prompts", metavar="FILE", help="chats, here or there; repeatable"),
     ] = None,
-    option: Annotated[
-        list[str] | None,
-        typer.Option("--option", metavar="KEY=VALUE", help="of the trainer's evaluate"),
+    num_prompts: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="decode only the first N")
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="longest answer")
+    ] = None,
+    walk_prompts: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="prompts of the cheap estimate")
+    ] = None,
+    target_dtype: Annotated[
+        str | None, typer.Option(metavar="DTYPE", help="float32 makes the check exact")
     ] = None,
 ) -> None:
     """Measure a drafter's acceptance length by real decoding in the container."""
@@ -243,7 +252,13 @@ def evaluate(
     from dflashctl.render.receipts import evaluate_text
 
     options = current(ctx)
-    words = [word for pair in option or [] for word in _long_option(pair)]
+    given = {
+        "--num-prompts": num_prompts,
+        "--max-new-tokens": max_new_tokens,
+        "--walk-prompts": walk_prompts,
+        "--target-dtype": target_dtype,
+    }
+    words = [str(w) for pair in given.items() if pair[1] is not None for w in pair]
     with _ways(options, options.place_of(tag)) as ways:
         result = run(ways, EvaluateRequest(tag, prompts or [], words), _to_stderr)
     _show(options, result, evaluate_text(result))
@@ -310,27 +325,6 @@ def _propose_tag(options: Options, runs: "RunStore") -> str:
         raise UsageError("no tag was given", hint=f"dflashctl launch --tag {tag}")
     answer: str = typer.prompt("tag", default=tag, err=True)
     return answer
-
-
-def _refuse_known_tag(runs: "RunStore", tag: str) -> None:
-    """Refuse a recorded tag before any connection is made."""
-    from dflashctl.errors import RefusedError
-
-    if runs.manifest(tag) is not None:
-        raise RefusedError(
-            f"the tag {tag} exists: recorded in {runs.directory(tag)}",
-            hint=f"another --tag, or: dflashctl launch --resume {tag}",
-            code="tag-exists",
-        )
-
-
-def _long_option(pair: str) -> list[str]:
-    from dflashctl.errors import UsageError
-
-    key, equals, value = pair.partition("=")
-    if not equals or not key:
-        raise UsageError(f"--option {pair}: expected KEY=VALUE", hint="--option num-prompts=20")
-    return [f"--{key.replace('_', '-')}", value]
 
 
 @contextmanager

@@ -111,9 +111,37 @@ def list_runs(
     return _failure_exit(found.failures, len(places), quiet=options.json)
 
 
+def pull(
+    ctx: typer.Context,
+    tag: Tag,
+    *,
+    what: Annotated[
+        str, typer.Option("--what", help="some of logs,metrics,export,checkpoints", metavar="KINDS")
+    ] = "logs,metrics,export",
+    max_gib: Annotated[int, typer.Option("--max-gib", min=1, help="refuse more than this")] = 64,
+) -> int:
+    """Bring files of a run to runs/TAG here, each checked by sha256; run again, it goes on."""
+    from dflashctl.operations.pull import PullRequest
+    from dflashctl.operations.pull import pull as bring
+    from dflashctl.render.document import print_document
+    from dflashctl.render.tables import size
+
+    options = current(ctx)
+    kinds = [kind.strip() for kind in what.split(",") if kind.strip()]
+    place, directory = _locate(options, tag), options.runs().directory(tag)
+    result = bring(PullRequest(place, tag, kinds, directory, max_gib << 30), options.connect)
+    if options.json:
+        print_document(result)
+    else:
+        names = "".join(f"  {name}\n" for name in result.received)
+        came = f"{len(result.received)} files, {size(result.num_bytes)}"
+        typer.echo(f"{names}{came}; {len(result.unchanged)} unchanged; in {result.directory}")
+    return 0
+
+
 def register(app: typer.Typer) -> None:
     """Add the observing verbs to ``app``."""
-    for verb in (watch, logs, status):
+    for verb in (watch, logs, status, pull):
         app.command(cls=Verb)(verb)
     runs = typer.Typer(cls=Verbs, help="The runs that are known.", no_args_is_help=True)
     runs.command("list", cls=Verb)(list_runs)

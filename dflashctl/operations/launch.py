@@ -62,8 +62,7 @@ def launch(ways: Ways, request: LaunchRequest, runs: RunStore, say: Say) -> Laun
     StateUnknownError when the answer of the start was lost, DflashctlError when the run ended.
     """
     tag, label = check_tag(request.tag), ways.place.label
-    if runs.manifest(tag) is not None:
-        raise _tag_exists(tag, f"recorded in {runs.directory(tag)}", label)
+    refuse_recorded(runs, tag, label)
     intent = runs.intent(tag)
     say("reading facts")
     facts = gather_facts(ways.inside, ways.place, request.code, request.config, tag)
@@ -166,6 +165,12 @@ def _prove(ways: Ways, manifest: Manifest, runs: RunStore, proof: _Proof, say: S
         resumed=proof.resumed,
         round_trips=ways.round_trips,
     )
+
+
+def refuse_recorded(runs: RunStore, tag: str, place: str) -> None:
+    """Raise RefusedError when the laptop has a record of the tag."""
+    if runs.manifest(tag) is not None:
+        raise _tag_exists(tag, f"recorded in {runs.directory(tag)}", place)
 
 
 def _tag_exists(tag: str, where: str, place: str) -> RefusedError:

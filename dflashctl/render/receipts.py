@@ -89,8 +89,11 @@ def deploy_text(result: DeployResult) -> str:
 
 def push_text(result: PushResult) -> str:
     """Return the receipt of ``push``."""
-    verb = "would be sent" if result.dry_run else f"sent, {size(result.bytes_sent)}, verified"
-    head = f"{result.place}:{result.directory}  {len(result.sent)} files {verb}"
+    head = f"{result.place}:{result.directory}  {len(result.sent)} files"
+    if result.dry_run:
+        head += " would be sent"
+    else:
+        head += f" sent, {size(result.bytes_sent)}, verified" if result.sent else " sent"
     return f"{head}; {result.num_unchanged} unchanged\n"
 
 

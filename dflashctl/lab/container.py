@@ -4,6 +4,7 @@ As on a real node, the cgroup of a container's processes ends in /lxc/VMID/ns, s
 seen on the host can be mapped to its container through /proc/PID/cgroup.
 """
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,7 +49,7 @@ class Container:
     def binds(self) -> list[Bind]:
         """What is mounted into it, in order. What its root shows anyway is left out."""
         exposed = [p for p in outermost(self._exposed) if is_hidden(p)]
-        mounts = sorted(self.spec.mounts.items())  # a parent before what lies in it
+        mounts = self.spec.mount_points().items()
         return [
             *(Bind(path, path, writable=False) for path in exposed),
             *(Bind(mount.source, path, mount.writable) for path, mount in mounts),
@@ -61,9 +62,8 @@ class Container:
     def pve_config(self) -> str:
         """/etc/pve/lxc/VMID.conf, keys in the order Proxmox writes them."""
         mounts = {
-            f"mp{i + 1}": f"{path},mp={path_in},ro={0 if mount.writable else 1}"
-            for i, (path_in, mount) in enumerate(sorted(self.spec.mounts.items()))
-            for path in [mount.source]
+            f"mp{number}": f"{mount.source},mp={path},ro={0 if mount.writable else 1}"
+            for number, (path, mount) in enumerate(self.spec.mount_points().items(), 1)
         }
         values = {
             "arch": "amd64",
@@ -133,7 +133,9 @@ class Container:
     def _bind_entry(self, number: int, bind: Bind) -> str:
         kind = "dir" if Path(bind.source).is_dir() else "file"
         options = f"bind,{'rw' if bind.writable else 'ro'},create={kind}"
-        return f"{self.place(number)} {bind.target[1:]} none {options}"
+        # Fields are those of fstab(5): a blank in a path is written in octal.
+        target = re.sub(r"[\s\\]", lambda found: f"\\{ord(found[0]):03o}", bind.target[1:])
+        return f"{self.place(number)} {target} none {options}"
 
 
 def _device_entry(device: str) -> str:

@@ -69,7 +69,9 @@ class Host:
         self._write_stand_ins()
         for name in ("base", "disk", "shared", "binds"):
             (self.layer / LAB[1:] / name).mkdir(parents=True)
-        options = f"lowerdir=/,upperdir={self.layer},workdir={self.top}/wk"
+        # Relative paths: a comma or colon in the state directory's name would end an option.
+        os.chdir(self.top)
+        options = "lowerdir=/,upperdir=up,workdir=wk"
         mount("overlay", self.root, "overlay", 0, options)
         self._mount_lab()
         self._mount_kernel()

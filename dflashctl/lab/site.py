@@ -24,6 +24,7 @@ from pathlib import Path
 from dflashctl.errors import LabError
 from dflashctl.lab.faults import active_faults, set_fault
 from dflashctl.lab.gpu_state import fresh_gpu_state
+from dflashctl.lab.interpreter import python_paths
 from dflashctl.lab.requirements import SEARCH_PATH, missing_requirements
 from dflashctl.lab.spec import HostSpec, SiteSpec
 from dflashctl.lab.state import (
@@ -78,6 +79,11 @@ class Lab:
     def missing_requirements() -> list[str]:
         """Why a lab cannot run on this machine; empty when it can."""
         return missing_requirements()
+
+    @staticmethod
+    def python_paths(executable: str) -> list[str]:
+        """Paths to expose so that the Python `executable` runs in a container."""
+        return python_paths(executable)
 
     def up(self, spec: SiteSpec, *, owner: int | None = None) -> None:
         """Start a site and return when every host answers on its port.
@@ -208,8 +214,8 @@ class Lab:
         size = len(os.fsencode(self.state))
         if size > MAX_STATE_BYTES:
             raise LabError(
-                f"{self.state} has {size} bytes; {MAX_STATE_BYTES} is the most, for the unix "
-                "sockets below it",
+                f"{self.state} has {size} bytes, and {MAX_STATE_BYTES} is the most, for the "
+                "unix sockets in it",
                 hint="dflashctl lab up --state SHORTER",
             )
         if live_pids(self.state):
@@ -273,9 +279,9 @@ class Lab:
     def _ssh_options(self) -> str:
         return f"""Host *
   User root
-  IdentityFile {self.key}
+  IdentityFile "{str(self.key).replace("%", "%%")}"
   IdentitiesOnly yes
-  UserKnownHostsFile {self.known_hosts}
+  UserKnownHostsFile "{str(self.known_hosts).replace("%", "%%")}"
   GlobalKnownHostsFile /dev/null
   StrictHostKeyChecking yes
   SendEnv LANG LC_*
@@ -306,9 +312,16 @@ class Lab:
         finally:
             os.close(ready)
         if not answered:
-            log_text = (self.state / "lab.log").read_text(encoding="utf-8", errors="replace")
+            reason = self._log()
             self.down()
-            raise LabError(f"the lab did not start:\n{log_text.strip()}")
+            raise LabError(f"the lab did not start:\n{reason}")
+
+    def _log(self) -> str:
+        """What the supervisor and the hosts said, and LXC's errors."""
+        lines = (self.state / "lab.log").read_text("utf-8", "replace").splitlines()
+        for log in sorted(self.state.glob("*/shared/lxc-*.log")):
+            lines += [s for s in log.read_text("utf-8", "replace").splitlines() if " ERROR " in s]
+        return "\n".join(lines)
 
 
 def _host_status(site: SiteState, name: str) -> HostStatus:
@@ -329,7 +342,11 @@ def _host_status(site: SiteState, name: str) -> HostStatus:
 def _sources(spec: SiteSpec) -> list[str]:
     containers = [c for host in spec.hosts.values() for c in host.containers.values()]
     exposed = [path for c in containers for path in c.expose]
-    return [*spec.expose, *exposed, *(m.source for c in containers for m in c.mounts.values())]
+    return [
+        *spec.expose,
+        *exposed,
+        *(m.source for c in containers for m in c.mount_points().values()),
+    ]
 
 
 def _has_entries(directory: Path) -> bool:

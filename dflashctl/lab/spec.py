@@ -32,7 +32,7 @@ class ContainerSpec:
 
     `workspace` is the size of the tmpfs at /workspace, as mount(8) takes it ("64m", "6g").
     `expose` are paths of this machine, visible read-only at the same path.
-    `mounts` maps a path in the container to what is seen there.
+    `mounts` maps a path in the container to what is seen there; a plain path is read-only.
     """
 
     onboot: bool = True
@@ -41,7 +41,14 @@ class ContainerSpec:
     memory: int = 65536
     workspace: str = "64m"
     expose: tuple[str, ...] = ()
-    mounts: Mapping[str, MountSpec] = field(default_factory=dict)
+    mounts: Mapping[str, MountSpec | str] = field(default_factory=dict)
+
+    def mount_points(self) -> dict[str, MountSpec]:
+        """`mounts` in full, a parent before what lies in it."""
+        return {
+            path: MountSpec(what) if isinstance(what, str) else what
+            for path, what in sorted(self.mounts.items())
+        }
 
 
 @dataclass(frozen=True)
@@ -141,9 +148,12 @@ def _parse_host(data: object, where: str) -> HostSpec:
 def _parse_container(data: object, where: str) -> ContainerSpec:
     scalars = {"onboot", "hostname", "cores", "memory", "workspace"}
     found = _keys(data, where, {*scalars, "expose", "mounts"})
-    mounts = {}
+    mounts: dict[str, MountSpec | str] = {}
     for path, mount in _keys(found.get("mounts", {}), f"{where}.mounts", None).items():
         inner = f"{where}.mounts.{path}"
+        if isinstance(mount, str):
+            mounts[path] = mount
+            continue
         keys = _keys(mount, inner, {"source", "writable"})
         mounts[path] = _build(
             MountSpec, inner, source=keys.get("source"), writable=keys.get("writable")
@@ -242,12 +252,12 @@ def _check_container(where: str, vmid: int, container: ContainerSpec) -> None:
         )
     _check_paths(f"{where}.expose", container.expose)
     _check_paths(f"{where}.mounts", tuple(container.mounts))
-    _check_paths(f"{where}.mounts", tuple(m.source for m in container.mounts.values()))
+    _check_paths(f"{where}.mounts", tuple(m.source for m in container.mount_points().values()))
 
 
 def _check_paths(where: str, paths: tuple[str, ...]) -> None:
     for path in paths:
         if not path.startswith("/") or os.path.normpath(path) != path or path == "/":
             raise LabError(f"{where}: found {path!r}, expected an absolute path without . or ..")
-        if re.search(r"[\s\\]", path):  # LXC's configuration splits fields at blanks
-            raise LabError(f"{where}: {path!r} has a blank or backslash, which LXC cannot mount")
+        if "\n" in path:  # LXC's configuration is made of lines
+            raise LabError(f"{where}: {path!r} has a line break, which LXC cannot mount")

@@ -10,16 +10,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dflashctl.errors import LabError
+from dflashctl.inventory import load_inventory
 from dflashctl.lab.interpreter import python_paths
 from dflashctl.lab.site import Lab
 from dflashctl.lab.spec import ContainerSpec, HostSpec, MountSpec, SiteSpec
 from dflashctl.lab.state import has_ended, live_pids, read_json
+from dflashctl.transport import connect, run_script
+from dflashctl.transport.base import Script
 
 Ssh = Callable[..., subprocess.CompletedProcess[bytes]]
 pytestmark = pytest.mark.lab
@@ -167,8 +171,8 @@ def test_a_directory_with_other_things_in_it_is_refused_and_kept(tmp_path: Path)
 
 
 def test_a_state_path_too_long_for_unix_sockets_is_refused(tmp_path: Path) -> None:
-    long = tmp_path / ("x" * 70)
-    with pytest.raises(LabError, match="60 is the most, for the unix sockets"):
+    long = tmp_path / ("x" * 90)
+    with pytest.raises(LabError, match="and 90 is the most, for the unix sockets"):
         Lab(long).up(small_site())
     assert not long.exists()
 
@@ -232,7 +236,7 @@ def test_mounts_show_a_directory_at_another_path(second: Lab, tmp_path: Path) ->
     (tmp_path / "one.txt").write_text("one")
     container = ContainerSpec(
         mounts={
-            "/models": MountSpec(str(tmp_path / "models")),
+            "/models": str(tmp_path / "models"),
             "/data/out": MountSpec(str(tmp_path / "out"), writable=True),
             "/data/one.txt": MountSpec(str(tmp_path / "one.txt")),
         },
@@ -248,6 +252,33 @@ def test_mounts_show_a_directory_at_another_path(second: Lab, tmp_path: Path) ->
     config = second.in_host("one", ["pct", "config", "100"]).stdout.decode()
     assert f"mp1: {tmp_path}/one.txt,mp=/data/one.txt,ro=1\n" in config
     assert f"mp2: {tmp_path}/out,mp=/data/out,ro=0\n" in config
+
+
+def test_paths_with_blanks_and_other_odd_letters_work(lab_site: Lab) -> None:
+    assert lab_site.status().up
+    with tempfile.TemporaryDirectory(prefix="lab-") as name:
+        odd = Path(name, "a b,c:d%e")
+        (odd / "what is seen").mkdir(parents=True)
+        (odd / "what is seen/x").write_text("seen")
+        lab = Lab(odd / "state")
+        try:
+            lab.up(small_site(container=ContainerSpec(expose=(str(odd / "what is seen"),))))
+            script = f"cat {shlex.quote(str(odd))}/*/x"
+            assert lab.in_container("one", 100, script).stdout == b"seen"
+            ssh = ["ssh", "-F", str(lab.ssh_config), "one", "hostname"]
+            done = subprocess.run(ssh, capture_output=True, check=False, timeout=20)
+            assert (done.stdout, done.stderr) == (b"one\n", b"")
+        finally:
+            lab.down()
+
+
+def test_a_mount_that_lxc_cannot_make_is_shown_with_its_reason(second: Lab, tmp_path: Path) -> None:
+    # Inside a read-only directory no mount point can be made.
+    mounts: dict[str, MountSpec | str] = {f"{tmp_path}/none": str(tmp_path)}
+    container = ContainerSpec(expose=(str(tmp_path),), mounts=mounts)
+    with pytest.raises(LabError, match="the lab did not start") as failed:
+        second.up(small_site(container=container))
+    assert "Read-only file system" in failed.value.message
 
 
 def test_a_path_that_does_not_exist_is_named_before_anything_starts(second: Lab) -> None:
@@ -275,6 +306,44 @@ def test_tmux_started_through_ssh_and_pct_lives_on(ssh: Ssh) -> None:
 
 
 # ---- ways in
+
+
+def test_the_hosts_yaml_is_one_that_dflashctl_reads(lab_site: Lab, tmp_path: Path) -> None:
+    path = tmp_path / "hosts.yaml"
+    path.write_text(lab_site.hosts_yaml(python=sys.executable, env={"PVE_LAB_GPU_MIB": "9000"}))
+    inventory = load_inventory(path)
+    places = inventory.select([])
+    assert [p.container.label for p in places if p.container] == [
+        "kpro6/200",
+        "kpro6/201",
+        "kpro7/200",
+    ]
+    kpro6 = inventory.one(["kpro6/200"])
+    assert kpro6.container
+    assert (kpro6.container.target, kpro6.container.drafter) == (
+        ("0", "1", "2", "3", "4"),
+        ("5", "6", "7"),
+    )
+    assert kpro6.container.python == sys.executable
+    assert kpro6.container.env == {"PVE_LAB_GPU_MIB": "9000"}
+    assert kpro6.host.port == lab_site.status().hosts[0].port
+    path.write_text(lab_site.hosts_yaml(cpu=True))
+    on_cpu = load_inventory(path).one(["kpro7"]).container
+    assert on_cpu
+    assert (on_cpu.target, on_cpu.drafter) == (("cpu",), ("cpu",))
+
+
+def test_a_host_of_hosts_yaml_is_reached_through_the_project_s_own_transport(
+    lab_site: Lab, tmp_path: Path
+) -> None:
+    path = tmp_path / "hosts.yaml"
+    path.write_text(lab_site.hosts_yaml())
+    place = load_inventory(path).one(["kpro6/200"])
+    before = lab_site.pct_calls("kpro6")
+    with closing(connect(place)) as transport:
+        result = run_script(transport, Script("hostname; echo $((6 * 7))", deadline_s=20, what="x"))
+    assert result.stdout == b"train200\n42\n"
+    assert len(lab_site.pct_calls("kpro6")) == len(before) + 1
 
 
 def test_a_host_answers_by_ssh_under_its_name_and_keeps_its_key(ssh: Ssh) -> None:

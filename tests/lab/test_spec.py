@@ -36,7 +36,9 @@ def test_the_default_site_is_kpro6_and_kpro7() -> None:
 def test_what_is_dumped_as_json_is_read_back_the_same() -> None:
     site = default_site("1g", expose=("/opt/a",))
     container = ContainerSpec(
-        hostname="x", expose=("/opt/b",), mounts={"/models": MountSpec("/srv/m", writable=True)}
+        hostname="x",
+        expose=("/opt/b",),
+        mounts={"/models": MountSpec("/srv/m", writable=True), "/data": "/srv/data"},
     )
     hosts = {**site.hosts, "three": HostSpec("10.1.2.3", port=2203, containers={300: container})}
     site = replace(site, hosts=hosts)
@@ -86,8 +88,9 @@ def container(**changes: Any) -> dict[str, Any]:
         (container(expose=["opt"]), "expose: found 'opt', expected an absolute path"),
         (container(expose=["/opt/../etc"]), "expose: found '/opt/../etc', expected an absolute"),
         (container(expose=["/"]), "expose: found '/', expected an absolute path"),
-        (container(expose=["/a b"]), "expose: '/a b' has a blank or backslash"),
-        (container(mounts={"/m": "/srv"}), "mounts./m: found '/srv', expected an object"),
+        (container(expose=["/a\nb"]), "expose: '/a\\nb' has a line break"),
+        (container(mounts={"/m": 3}), "mounts./m: found 3, expected an object"),
+        (container(mounts={"/m": "srv"}), "mounts: found 'srv', expected an absolute path"),
         (
             container(mounts={"/m": {}}),
             "mounts./m: the key 'source' is missing",

@@ -29,7 +29,9 @@ from trainer.contract.process_record import ProcessRecord, boot_id, start_ticks
 _TAIL_BYTES = 1 << 18
 _RESERVED_BYTES = 4096  # exit.json must find room on a disk that the run has filled
 _MIRROR_PAUSE_S = 0.2
-_ERROR_LINE = re.compile(rb"^(?:error(?:\[[\w-]+\])?: .+|[\w.]*(?:Error|Exception|Interrupt)\b.*)")
+_LOCK_WAIT_S = 2.0  # who only looks whether a run is alive takes the lock for a moment
+_OWN_ERROR = re.compile(rb"error(?:\[[\w-]+\])?: .+")
+_ANY_ERROR = re.compile(rb"[\w.]*(?:Error|Exception|Interrupt)\b.*")
 
 
 class RunnerError(Exception):
@@ -97,11 +99,16 @@ class _Run:
     def _take_lock(self) -> int:
         """Hold the run's lock; the trainer inherits it, so an orphaned trainer keeps it too."""
         lock = os.open(self._path("lock"), os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise RunnerError("this run is already running; stop it first") from error
-        return lock
+        give_up = time.monotonic() + _LOCK_WAIT_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                if time.monotonic() > give_up:
+                    raise RunnerError("this run is already running; stop it first") from error
+                time.sleep(0.1)
+            else:
+                return lock
 
     def _read_environment(self) -> dict[str, str]:
         path = self._path("environment")
@@ -220,8 +227,9 @@ class _Run:
         with self._log_path.open("rb") as stream:
             stream.seek(max(self._log_start, size - _TAIL_BYTES))
             lines = [line.strip() for line in stream.read().splitlines() if line.strip()]
-        named = [line for line in lines if _ERROR_LINE.match(line)]
-        chosen = (named or lines)[-1:]
+        own = [line for line in lines if _OWN_ERROR.match(line)]
+        named = [line for line in lines if _ANY_ERROR.match(line)]
+        chosen = (own or named or lines)[-1:]
         return chosen[0][:2000].decode("utf-8", "replace") if chosen else None
 
 

@@ -18,12 +18,21 @@ from trainer.errors import ChannelClosedError
 
 @dataclass
 class StepSums:
-    """What one drafter, or all together, summed up over the micro-batches of a step."""
+    """What one drafter, or all together, summed up over the micro-batches of a step.
+
+    num_hits of num_slots drafted slots were right, teacher-forced; num_accepted counts those with
+    no wrong one before them. num_stop: drafters that were asked to stop; as all add up the same
+    numbers, all stop after the same step.
+    """
 
     loss_sum: float = 0.0
     weight_sum: float = 0.0
     num_tokens: int = 0
     num_anchors: int = 0
+    num_hits: int = 0
+    num_slots: int = 0
+    num_accepted: int = 0
+    num_stop: int = 0
 
     def add(self, other: "StepSums") -> None:
         """Add another drafter's sums to these."""

@@ -1,0 +1,111 @@
+"""The trainer's command line: ``python -m trainer train|warmup|evaluate|export --run-dir DIR``.
+
+Status: 0 finished, 1 failed, 2 the configuration or the data is wrong, 10 stopped on request. An
+error is one line ``error: ...``; a failure that is no plain mistake adds its traceback below.
+"""
+
+import argparse
+import os
+import sys
+import traceback
+from pathlib import Path
+
+from trainer.contract.errors import ContractError
+from trainer.contract.exit_record import TrainerExit
+from trainer.errors import CheckpointError, DataError, TargetError, TrainerError
+
+_PLAIN = (ContractError, DataError, TargetError, CheckpointError)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    args = _parser().parse_args(argv)
+    try:
+        return _run(args)
+    except _PLAIN as error:
+        _complain(error)
+        return int(TrainerExit.CONFIG)
+    except KeyboardInterrupt:
+        sys.stderr.write("error: interrupted\n")
+        return int(TrainerExit.STOPPED)
+    except TrainerError as error:
+        _complain(error)
+        traceback.print_exc()
+        return int(TrainerExit.FAILED)
+    except Exception as error:  # noqa: BLE001 - the log must say which, whatever it is
+        _complain(error)
+        traceback.print_exc()
+        return int(TrainerExit.FAILED)
+
+
+def _run(args: argparse.Namespace) -> int:
+    # Imported here: torch and transformers take seconds, and --help needs neither.
+    if args.command == "train":
+        from trainer.session import Session  # noqa: PLC0415
+
+        return int(Session(args.run_dir, resume=args.resume).train())
+    if args.command == "warmup":
+        from trainer.warmup import warm_up  # noqa: PLC0415
+
+        warm_up(args.run_dir)
+        return int(TrainerExit.FINISHED)
+    from trainer import results  # noqa: PLC0415
+
+    if args.command == "export":
+        results.export_run(args.run_dir)
+        return int(TrainerExit.FINISHED)
+    options = results.EvaluationOptions(
+        prompts=args.prompts,
+        num_prompts=args.num_prompts,
+        max_new_tokens=args.max_new_tokens,
+        walk_prompts=args.walk_prompts,
+        target_dtype=args.target_dtype,
+    )
+    results.evaluate_run(args.run_dir, options)
+    return int(TrainerExit.FINISHED)
+
+
+def _complain(error: BaseException) -> None:
+    text = str(error) or type(error).__name__
+    if not isinstance(error, TrainerError | ContractError):
+        text = f"{type(error).__name__}: {text}"
+    sys.stderr.write(f"error: {' '.join(text.split())}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def command(name: str, text: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=text, description=text)
+        made.add_argument("--run-dir", type=Path, required=True, help="holds manifest.json")
+        return made
+
+    train = command("train", "train to the end of the plan")
+    train.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    command("warmup", "fill the compile caches with the run's own shapes")
+    measure = command("evaluate", "measure the acceptance length by real decoding")
+    measure.add_argument("--prompts", type=Path, required=True, help="JSONL of chats")
+    measure.add_argument("--num-prompts", type=int, help="prompts to decode; all when left out")
+    measure.add_argument("--max-new-tokens", type=int, default=128)
+    measure.add_argument("--walk-prompts", type=int, default=0, help="chats for the estimate")
+    measure.add_argument(
+        "--target-dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="equality with plain decoding is exact in float32 alone",
+    )
+    command("export", "write the newest checkpoint in the z-lab layout")
+    return parser
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # A thread that hangs in a compiler cannot be joined; the interpreter's own end would wait.
+    os._exit(status)

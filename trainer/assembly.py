@@ -1,0 +1,221 @@
+"""Builds the parts of a run from its manifest: devices, target, data, plan and draft replicas.
+
+Training, warm-up, evaluation and export all start from the same parts, made in the same way.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.compile_gate import CompileGate, GateSettings
+from trainer.contract.config import TrainConfig
+from trainer.contract.errors import ConfigError, ManifestError
+from trainer.contract.manifest import Gpu, Manifest
+from trainer.data.dataset import ChatDataset, load_chats, load_tokenizer
+from trainer.data.packing import BatchMaker, BatchPlan
+from trainer.errors import DataError
+from trainer.model.attention import Attention, FlexAttention, SdpaAttention
+from trainer.model.draft import DraftConfig, DraftModel, measured_tap_scale
+from trainer.model.target import Target, load_target
+from trainer.optim import DraftOptimizer, Schedule
+from trainer.workers.drafter import Replica, StepRange
+
+# Tap sizes vary little between chats; this many samples fix them to a per mille.
+_TAP_SCALE_SAMPLES = 64
+_GRAPHS_PER_SHAPE = 4
+_MAX_SHAPES = 256
+
+
+@dataclass(frozen=True)
+class Devices:
+    """One entry a role entry of hosts.yaml, in its order; on the CPU all are ``cpu``."""
+
+    targets: tuple[torch.device, ...]
+    drafters: tuple[torch.device, ...]
+    labels: dict[str, torch.device]
+
+
+def read_manifest(run_dir: Path) -> tuple[Manifest, TrainConfig]:
+    """Read manifest.json of a run. Raises: ManifestError, ConfigError."""
+    path = run_dir / "manifest.json"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ManifestError(f"{path}: {error.strerror}; is this a run directory?") from error
+    manifest = Manifest.from_json(text)
+    return manifest, TrainConfig.from_dict(manifest.config)
+
+
+def devices_of(manifest: Manifest, config: TrainConfig) -> Devices:
+    """Return the torch devices of the roles.
+
+    CUDA_VISIBLE_DEVICES lists the target GPUs first and the drafter GPUs after them, so cuda:i
+    counts through both roles. Raises: ConfigError when the GPUs asked for are not there; the CPU
+    is never taken instead.
+    """
+    roles = manifest.devices("target"), manifest.devices("drafter")
+    for gpus, name in zip(roles, ("target", "drafter"), strict=True):
+        if not gpus:
+            raise ConfigError(f"manifest.json has no device in the role {name}")
+    if config.run.device == "cpu":
+        cpu = torch.device("cpu")
+        return Devices((cpu,) * len(roles[0]), (cpu,) * len(roles[1]), {"cpu": cpu})
+    gpus = [*roles[0], *roles[1]]
+    _check_cuda(gpus)
+    found = [torch.device("cuda", number) for number in range(len(gpus))]
+    labels = {f"{gpu.role}:{gpu.index}": d for gpu, d in zip(gpus, found, strict=True)}
+    return Devices(tuple(found[: len(roles[0])]), tuple(found[len(roles[0]) :]), labels)
+
+
+def _check_cuda(gpus: Sequence[Gpu]) -> None:
+    if any(gpu.uuid is None for gpu in gpus):
+        raise ConfigError("run.device is cuda, but a role entry is `cpu`; set run.device to cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"run.device is cuda, but torch {torch.__version__} sees no usable GPU here;"
+            " look at the driver with nvidia-smi, or set run.device to cpu"
+        )
+    if torch.cuda.device_count() < len(gpus):
+        raise ConfigError(
+            f"the roles need {len(gpus)} GPUs, but torch sees {torch.cuda.device_count()};"
+            " CUDA_VISIBLE_DEVICES must list the target GPUs, then the drafter GPUs"
+        )
+
+
+def compiles(config: TrainConfig) -> bool:
+    """Say whether anything is compiled. Raises: ConfigError for compile.mode on with the CPU."""
+    on_cuda = config.run.device == "cuda"
+    if config.compile.mode == "on" and not on_cuda:
+        raise ConfigError(
+            "compile.mode: on needs run.device cuda; on the CPU attention is SDPA and there is"
+            " nothing to compile"
+        )
+    return on_cuda and config.compile.mode != "off"
+
+
+def gate_settings(config: TrainConfig, num_devices: int) -> GateSettings:
+    """Return the settings of the compile gate for this run."""
+    return GateSettings(
+        compile=compiles(config),
+        gate=config.compile.gate == "on",
+        recompile_limit=num_devices * _MAX_SHAPES * _GRAPHS_PER_SHAPE,
+        watchdog_s=config.compile.watchdog_s,
+        limit_s=config.compile.limit_s,
+    )
+
+
+@dataclass(frozen=True)
+class Data:
+    """The tokenised chats and the plan over them."""
+
+    dataset: ChatDataset
+    plan: BatchPlan
+    maker: BatchMaker
+
+    @classmethod
+    def load(cls, manifest: Manifest, config: TrainConfig) -> "Data":
+        """Tokenise the chats. Raises: DataError, also when the file is not the launched one."""
+        tokenizer = load_tokenizer(config.target.path, config.target.revision)
+        dataset = load_chats(config.data.path, tokenizer, config.data.max_length)
+        if dataset.sha256 != manifest.dataset_sha256:
+            raise DataError(
+                f"{config.data.path} has changed since the launch: sha256"
+                f" {dataset.sha256[:12]}, the manifest has {manifest.dataset_sha256[:12]}"
+            )
+        plan = BatchPlan(dataset.lengths.tolist(), config.data, config.seed)
+        return cls(dataset, plan, BatchMaker(dataset, plan, config))
+
+
+def step_range(config: TrainConfig, plan: BatchPlan, num_drafters: int) -> StepRange:
+    """Return the steps of the whole run. Raises: DataError when the data is less than one step."""
+    accumulation = config.optim.grad_accumulation
+    num_batches = plan.num_batches(config.optim.epochs)
+    num_steps = num_batches // (num_drafters * accumulation)
+    if num_steps == 0:
+        raise DataError(
+            f"{num_batches} batches in optim.epochs {config.optim.epochs:g} are less than one step"
+            f" of {num_drafters} drafters x {accumulation}; use more epochs or smaller batches"
+        )
+    if config.optim.max_steps is not None:
+        num_steps = min(num_steps, config.optim.max_steps)
+    return StepRange(0, num_steps, num_drafters, accumulation)
+
+
+def load_targets(config: TrainConfig, devices: Sequence[torch.device]) -> dict[str, Target]:
+    """Load the target once a device; threads on the CPU share one. Raises: TargetError."""
+    return {
+        str(device): load_target(config.target, config.draft, device)
+        for device in dict.fromkeys(devices)
+    }
+
+
+def attention_of(config: TrainConfig, gate: CompileGate) -> Attention:
+    """Return flex attention through the gate where it is compiled, else dense SDPA."""
+    return FlexAttention(gate.wrap) if compiles(config) else SdpaAttention()
+
+
+def draft_config(config: TrainConfig, target: Target) -> DraftConfig:
+    """Return the draft's shape. Raises: TargetError when it does not fit the target."""
+    return DraftConfig.from_target(target.text_config, config.draft, target.num_layers)
+
+
+def tap_scale(target: Target, dataset: ChatDataset) -> Tensor:
+    """Measure 1 / RMS of each tap on the first samples. Shapes: [n] fp32."""
+    documents = [torch.from_numpy(s.input_ids) for s in dataset.samples[:_TAP_SCALE_SAMPLES]]
+    features = target.document_features(documents)
+    return measured_tap_scale(features, len(target.target_layer_ids)).cpu()
+
+
+def build_replica(
+    config: TrainConfig,
+    target: Target,
+    place: tuple[int, torch.device],
+    attention: Attention,
+    schedule: Schedule,
+    scale: Tensor | None,
+) -> Replica:
+    """Build the draft of ``place`` (rank, device); every rank starts from the same weights."""
+    rank, device = place
+    draft = DraftModel(
+        draft_config(config, target), seed=config.seed, device=device, attention=attention
+    )
+    if scale is not None:
+        draft.tap_scale.copy_(scale)
+    head = target.head.to(device, getattr(torch, config.draft.dtype))
+    return Replica(rank, draft, head, DraftOptimizer(draft, config.optim, schedule), device)
+
+
+def identity(config: TrainConfig, target: Target, manifest: Manifest, steps: StepRange) -> Any:
+    """Return the facts that a resumed run must share with its checkpoint."""
+    data = config.data
+    return {
+        "mask_token_id": config.draft.mask_token_id,
+        "target_layer_ids": list(target.target_layer_ids),
+        "block_size": config.draft.block_size,
+        "num_draft_layers": config.draft.num_draft_layers,
+        "normalise_taps": config.draft.normalise_taps,
+        "target_revision": manifest.target_revision,
+        "dataset_sha256": manifest.dataset_sha256,
+        "seed": config.seed,
+        "batches_per_step": steps.batches_per_step,
+        "num_steps": steps.num_steps,
+        "optimizer": config.optim.name,
+        "layout": [
+            data.max_length,
+            data.token_budget,
+            data.max_batch_size,
+            data.packing,
+            data.max_anchors,
+        ],
+    }
+
+
+def config_digest(config: TrainConfig) -> str:
+    """Return the sha256 of the whole configuration."""
+    return hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode()).hexdigest()

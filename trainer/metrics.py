@@ -1,0 +1,217 @@
+"""What a run tells: events in metrics.jsonl and one short line each on standard output (the log).
+
+All threads tell through one instance, so that the file has one writer.
+"""
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from trainer.contract.events import EventWriter
+
+_WINDOW_STEPS = 50
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """Figures of one optimiser step; ``step`` counts finished steps from 1."""
+
+    step: int
+    epoch: int
+    loss: float
+    lr: float
+    grad_norm: float
+    num_tokens: int
+    num_anchors: int
+    slot_accuracy: float
+    expected_accepted: float
+    step_s: float
+
+
+@dataclass(frozen=True)
+class Flow:
+    """State of the hidden-state channel: depth, and seconds waited since the start."""
+
+    q_hs: int
+    target_wait_s: float
+    drafter_wait_s: float
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Tokens and anchors trained on since step 0, resumed runs included."""
+
+    tokens: int = 0
+    anchors: int = 0
+
+
+class Metrics:
+    """Writes events and log lines; safe to call from any thread.
+
+    ``devices`` maps the label of each device of the run to the device ("drafter:6": cuda:5).
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        run_id: str,
+        devices: Mapping[str, torch.device],
+        *,
+        console: TextIO | None = None,
+    ) -> None:
+        self._writer = EventWriter(path, run_id)
+        self._devices = devices
+        self._console = console or sys.stdout
+        self._lock = threading.RLock()
+        self._closed = False
+        self._num_steps, self._log_every = 0, 1
+        self._window: deque[tuple[float, int, Totals]] = deque(maxlen=_WINDOW_STEPS + 1)
+        self._last_flow = Flow(0, 0.0, 0.0)
+        self.totals = Totals()
+
+    def begin(self, step: int, num_steps: int, log_every: int, totals: Totals) -> None:
+        """Start the clock of the training phase, after ``step`` steps of ``num_steps``."""
+        with self._lock:
+            self._num_steps, self._log_every, self.totals = num_steps, log_every, totals
+            self._window.clear()
+            self._window.append((time.monotonic(), step, totals))
+
+    def phase(self, phase: str, **facts: Any) -> None:
+        """Tell that a phase begins: load, data, warmup, train, checkpoint, export, ..."""
+        told = "".join(f" {key} {value}" for key, value in facts.items())
+        self._tell("phase", f"{phase}{told}", phase=phase, **facts)
+
+    def step(self, figures: StepFigures, flow: Flow) -> None:
+        """Count a step; every ``log_every`` steps and at the end it is told."""
+        with self._lock:
+            self.totals = Totals(
+                self.totals.tokens + figures.num_tokens, self.totals.anchors + figures.num_anchors
+            )
+            self._window.append((time.monotonic(), figures.step, self.totals))
+            if figures.step % self._log_every and figures.step != self._num_steps:
+                return
+            values = self._step_values(figures, flow)
+            self._last_flow = flow
+            self._tell("step", _step_line(values), **values)
+
+    def compile(self, **facts: Any) -> None:
+        """Tell of a compile: thread, key, compile_s, num_graphs, reasons, expected."""
+        line = f"compiled {facts['num_graphs']} graphs for {facts['key']} on {facts['thread']}"
+        why = f": {facts['reasons'][0]}" if facts.get("reasons") else ""
+        self._tell("compile", f"{line} in {facts['compile_s']:.1f} s{why}", **facts)
+
+    def checkpoint(self, step: int, path: Path, seconds: float) -> None:
+        """Tell of a complete checkpoint."""
+        size = sum(entry.stat().st_size for entry in path.iterdir())
+        self._tell(
+            "checkpoint",
+            f"checkpoint {path.name} ({size / _MIB:.1f} MiB) in {seconds:.1f} s",
+            step=step,
+            path=path.name,
+            checkpoint_s=round(seconds, 3),
+            size_bytes=size,
+        )
+
+    def warning(self, text: str) -> None:
+        """Tell of something that does not end the run; the whole text goes to the log."""
+        self._tell("warning", f"warning: {text}", text=text.splitlines()[0] if text else "")
+
+    def finished(self, state: str, step: int, error: str | None = None) -> None:
+        """Tell how the training ended: finished, stopped or failed."""
+        line = f"{state} after step {step}"
+        self._tell("finished", line, state=state, step=step, error=error)
+
+    def note(self, text: str) -> None:
+        """Write a line to the log alone."""
+        with self._lock:
+            self._print(text)
+
+    def close(self) -> None:
+        """Sync the events; what is told afterwards goes to the log alone."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._writer.close()
+
+    def _tell(self, kind: str, line: str, **values: Any) -> None:
+        with self._lock:
+            if not self._closed:
+                self._writer.write(kind, **values)
+            self._print(line)
+
+    def _print(self, line: str) -> None:
+        self._console.write(line + "\n")
+        self._console.flush()
+
+    def _step_values(self, figures: StepFigures, flow: Flow) -> dict[str, Any]:
+        (began, first_step, first), (now, _, totals) = self._window[0], self._window[-1]
+        seconds = max(now - began, 1e-9)
+        per_step_s = seconds / max(1, figures.step - first_step)
+        last = self._last_flow
+        memory = {name: memory_bytes(device) for name, device in self._devices.items()}
+        return {
+            "step": figures.step,
+            "num_steps": self._num_steps,
+            "epoch": figures.epoch,
+            "loss": figures.loss,
+            "lr": figures.lr,
+            "grad_norm": figures.grad_norm,
+            "slot_accuracy": figures.slot_accuracy,
+            "expected_accepted": figures.expected_accepted,
+            "tokens_total": totals.tokens,
+            "anchors_total": totals.anchors,
+            "tokens_per_s": (totals.tokens - first.tokens) / seconds,
+            "anchors_per_s": (totals.anchors - first.anchors) / seconds,
+            "q_hs": flow.q_hs,
+            "target_wait_s": round(flow.target_wait_s - last.target_wait_s, 4),
+            "drafter_wait_s": round(flow.drafter_wait_s - last.drafter_wait_s, 4),
+            "step_s": round(figures.step_s, 4),
+            "memory_bytes": memory,
+            "peak_memory_bytes": {
+                # The kernel's two counters are updated apart; a peak is never below the present.
+                name: max(memory[name], peak_memory_bytes(device))
+                for name, device in self._devices.items()
+            },
+            "eta_s": round(per_step_s * (self._num_steps - figures.step), 1),
+        }
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Return the memory that tensors hold on a GPU, or this process's resident memory."""
+    if device.type == "cuda":
+        return int(torch.cuda.memory_allocated(device))
+    return _status_bytes("VmRSS")
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the highest ``memory_bytes`` so far."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return _status_bytes("VmHWM")
+
+
+def _status_bytes(name: str) -> int:
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _step_line(values: Mapping[str, Any]) -> str:
+    eta = round(values["eta_s"])
+    clock = f"{eta // 3600}h{eta // 60 % 60:02}m" if eta >= 3600 else f"{eta // 60}m{eta % 60:02}s"
+    return (
+        f"step {values['step']}/{values['num_steps']} loss {values['loss']:.4f}"
+        f" lr {values['lr']:.2e} grad {values['grad_norm']:.2f}"
+        f" expected {1 + values['expected_accepted']:.2f}"
+        f" tok/s {values['tokens_per_s']:.0f} anchors/s {values['anchors_per_s']:.0f}"
+        f" q_hs {values['q_hs']} eta {clock}"
+    )

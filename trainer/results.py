@@ -1,0 +1,160 @@
+"""What a finished or stopped run yields: evaluation.json and the export.
+
+``python -m trainer evaluate --run-dir DIR --prompts FILE`` decodes held-out prompts with the run's
+real target; ``python -m trainer export --run-dir DIR`` writes the newest checkpoint in the z-lab
+layout.
+"""
+
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer import assembly, checkpoint
+from trainer.checkpoint import CheckpointState
+from trainer.contract.completion import digest_file, latest_complete
+from trainer.contract.config import TrainConfig
+from trainer.data.dataset import load_chats, load_tokenizer, split_answer
+from trainer.errors import CheckpointError
+from trainer.evaluate import evaluate, walk
+from trainer.export import CONFIG as EXPORT_CONFIG
+from trainer.export import export_draft, load_export
+from trainer.model.draft import DraftModel
+from trainer.model.target import Target, load_target
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """What to decode.
+
+    num_prompts: prompts decoded, None for all. walk_prompts: samples walked for the estimate.
+    target_dtype: equality is exact in float32 alone; None keeps the run's.
+    """
+
+    prompts: Path
+    num_prompts: int | None = None
+    max_new_tokens: int = 128
+    walk_prompts: int = 0
+    target_dtype: str | None = "float32"
+
+
+def evaluate_run(run_dir: Path, options: EvaluationOptions) -> dict[str, Any]:
+    """Measure the run's draft and write evaluation.json; returns its document.
+
+    The export is measured where there is one, else the newest checkpoint. Prompts are chats: what
+    stands before the first answer is the prompt. Raises: TrainerError or ContractError by name.
+    """
+    manifest, config = assembly.read_manifest(run_dir)
+    device = assembly.devices_of(manifest, config).targets[0]
+    if options.target_dtype is not None:
+        config = replace(config, target=replace(config.target, dtype=options.target_dtype))
+    tokenizer = load_tokenizer(config.target.path, config.target.revision)
+    chats = load_chats(options.prompts, tokenizer, config.data.max_length)
+    _print(f"{len(chats.samples)} prompts in {options.prompts}")
+    target = load_target(config.target, config.draft, device)
+    draft, source = run_draft(run_dir, config, target)
+    draft = draft.to(device).eval()
+    chosen = chats.samples[: options.num_prompts]
+    result = evaluate(
+        target,
+        draft,
+        [split_answer(sample)[0] for sample in chosen],
+        options.max_new_tokens,
+        progress=_Progress(),
+    ).to_dict()
+    if options.walk_prompts:
+        samples = chats.samples[: options.walk_prompts]
+        result |= walk(target, draft, samples, progress=_Progress()).to_dict()
+    result = {
+        "v": VERSION,
+        "run_id": manifest.run_id,
+        "draft": source,
+        "prompts_path": str(options.prompts),
+        "prompts_sha256": digest_file(options.prompts),
+        "made_unix_s": round(time.time(), 3),
+    } | result
+    _write(run_dir / "evaluation.json", json.dumps(result, indent=1, allow_nan=False) + "\n")
+    lossless = "yes" if result["lossless"] else "no"
+    _print(
+        f"acceptance length {result['acceptance_length']:.3f} on {result['num_prompts']} prompts,"
+        f" lossless: {lossless} ({result['num_equal']} of {result['num_prompts']} equal,"
+        f" target {result['target_dtype']})"
+    )
+    return result
+
+
+def export_run(run_dir: Path) -> Path:
+    """Write the newest complete checkpoint to export/; returns the directory.
+
+    Raises: CheckpointError when there is no complete checkpoint.
+    """
+    _manifest, config = assembly.read_manifest(run_dir)
+    target = load_target(config.target, config.draft, "cpu")
+    draft, source = checkpoint_draft(run_dir, config, target)
+    path = run_dir / "export"
+    export_draft(draft, path, config.target)
+    _print(f"exported {source} to {path}")
+    return path
+
+
+def run_draft(run_dir: Path, config: TrainConfig, target: Target) -> tuple[DraftModel, str]:
+    """Return the run's draft on the CPU and where it came from: the export or a checkpoint."""
+    if (run_dir / "export" / EXPORT_CONFIG).is_file():
+        return load_export(run_dir / "export"), "export"
+    return checkpoint_draft(run_dir, config, target)
+
+
+def checkpoint_draft(run_dir: Path, config: TrainConfig, target: Target) -> tuple[DraftModel, str]:
+    """Return the draft of the newest complete checkpoint, on the CPU, in the draft's dtype."""
+    path, skipped = latest_complete(run_dir / "checkpoints")
+    for one in skipped:
+        _print(f"warning: checkpoint {one.path.name} skipped: {one.reason}")
+    if path is None:
+        raise CheckpointError(f"{run_dir} has no complete checkpoint yet")
+    state = checkpoint.load(path)
+    draft = DraftModel(assembly.draft_config(config, target))
+    _fill(draft, state)
+    return draft, path.name
+
+
+@torch.no_grad()
+def _fill(draft: DraftModel, state: CheckpointState) -> None:
+    names = dict(draft.named_parameters())
+    if names.keys() != state.masters.keys():
+        raise CheckpointError(f"the checkpoint of step {state.step} holds another draft")
+    for name, param in names.items():
+        param.copy_(state.masters[name])
+    draft.tap_scale.copy_(state.extras["tap_scale"])
+
+
+class _Progress:
+    """Prints a line now and then, never more than one in two seconds."""
+
+    def __init__(self) -> None:
+        self._last = 0.0
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        if done == total or time.monotonic() - self._last > 2.0:
+            self._last = time.monotonic()
+            _print(f"{what} {done}/{total}")
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_name(f"{path.name}.partial")
+    with partial.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    partial.replace(path)

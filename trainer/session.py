@@ -1,0 +1,331 @@
+"""One training run from its manifest to its export: ``python -m trainer train --run-dir DIR``.
+
+SIGINT or SIGTERM ends it after the current step, with a checkpoint and status 10; a second signal
+leaves the step at once and saves the last finished one.
+"""
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer import assembly, checkpoint
+from trainer.channel import OrderedChannel
+from trainer.checkpoint import CheckpointState
+from trainer.compile_gate import CompileEvent, CompileGate
+from trainer.contract.completion import latest_complete
+from trainer.contract.config import TrainConfig
+from trainer.contract.errors import ConfigError
+from trainer.contract.exit_record import TrainerExit
+from trainer.export import export_draft
+from trainer.metrics import Flow, Metrics, StepFigures, Totals
+from trainer.model.target import Target
+from trainer.optim import Schedule
+from trainer.sync import GradientSync
+from trainer.workers.drafter import DrafterWorker, Replica, StepDone, StepRange, forward_backward
+from trainer.workers.supervisor import StopRequest, Supervisor, WatchSettings
+from trainer.workers.target import FeatureCache, IndexCounter, Prepared, TargetWorker
+
+
+class Session:
+    """A run in its directory; ``train`` is called once."""
+
+    def __init__(self, run_dir: Path, *, resume: bool) -> None:
+        self._run_dir = run_dir
+        self._manifest, self._config = assembly.read_manifest(run_dir)
+        self._checkpoints = run_dir / "checkpoints"
+        found, self._skipped = latest_complete(self._checkpoints)
+        if found is not None and not resume:
+            raise ConfigError(f"{run_dir} holds {found.name}; go on from it with --resume")
+        self._resume_from = found if resume else None
+        self._resume = resume
+        self._devices = assembly.devices_of(self._manifest, self._config)
+        settings = assembly.gate_settings(self._config, len(self._devices.drafters))
+        self._stop = StopRequest()
+        self._metrics = Metrics(
+            run_dir / "metrics.jsonl", self._manifest.run_id, self._devices.labels
+        )
+        self._supervisor: Supervisor | None = None
+        self._gate = CompileGate(
+            settings,
+            on_event=self._compiled,
+            report=self._metrics.warning,
+            on_limit=self._gate_failed,
+        )
+        self._done = 0
+        self._saved: int | None = None
+
+    def train(self) -> TrainerExit:
+        """Train to the end of the plan or to a stop request; returns the exit status.
+
+        Raises: TrainerError or ContractError by name when the run cannot go on.
+        """
+        try:
+            with _signals(self._stop):
+                state, status = self._train()
+            self._metrics.finished(state, self._done)
+        except BaseException as error:
+            self._metrics.finished("failed", self._done, f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            self._gate.close()
+            self._metrics.close()
+        return status
+
+    def _train(self) -> tuple[str, TrainerExit]:
+        config, metrics = self._config, self._metrics
+        metrics.phase("data", path=config.data.path)
+        data = assembly.Data.load(self._manifest, config)
+        if data.dataset.num_bad:
+            worst = "; ".join(str(bad) for bad in data.dataset.bad_lines[:3])
+            metrics.warning(f"{data.dataset.num_bad} lines of {config.data.path} skipped: {worst}")
+        steps = assembly.step_range(config, data.plan, len(self._devices.drafters))
+        metrics.phase("load", target=config.target.path)
+        targets = assembly.load_targets(config, self._devices.targets)
+        target = next(iter(targets.values()))
+        if self._stop.soft.is_set():
+            metrics.warning("stopped before the first step; there is nothing to save")
+            return "stopped", TrainerExit.STOPPED
+        state = self._loaded(assembly.identity(config, target, self._manifest, steps))
+        replicas = self._build(data, target, steps, state)
+        self._metrics.note(f"{len(data.dataset.samples)} samples, {steps.num_steps} steps")
+        self._warm_up(replicas, data, target)
+        steps = replace(steps, first=self._done)
+        self._run(data, targets, replicas, steps)
+        self._save(replicas[0], target, steps)
+        if self._done < steps.num_steps:
+            return "stopped", TrainerExit.STOPPED
+        if config.run.export_at_end:
+            metrics.phase("export", path="export")
+            export_draft(replicas[0].draft, self._run_dir / "export", config.target)
+        return "finished", TrainerExit.FINISHED
+
+    def _loaded(self, identity: dict[str, Any]) -> CheckpointState | None:
+        for skipped in self._skipped if self._resume else ():
+            self._metrics.warning(f"checkpoint {skipped.path.name} skipped: {skipped.reason}")
+        if self._resume_from is None:
+            if self._resume:
+                self._metrics.warning("no complete checkpoint; starting from step 0")
+            return None
+        state = checkpoint.load(self._resume_from)
+        digest = state.identity.pop("config_sha256", None)
+        state.check_identity(identity)
+        if digest != assembly.config_digest(self._config):
+            self._metrics.warning("the configuration differs from that of the checkpoint")
+        self._metrics.phase("resume", step=state.step, path=self._resume_from.name)
+        return state
+
+    def _build(
+        self,
+        data: assembly.Data,
+        target: Target,
+        steps: StepRange,
+        state: CheckpointState | None,
+    ) -> list[Replica]:
+        config = self._config
+        schedule = Schedule.from_config(config.optim, steps.num_steps)
+        scale: Tensor | None = None
+        if config.draft.normalise_taps:
+            measured = state is None
+            scale = assembly.tap_scale(target, data.dataset) if measured else None
+            scale = scale if state is None else state.extras["tap_scale"]
+        attention = assembly.attention_of(config, self._gate)
+        replicas = [
+            assembly.build_replica(config, target, place, attention, schedule, scale)
+            for place in enumerate(self._devices.drafters)
+        ]
+        totals = Totals()
+        if state is not None:
+            for replica in replicas:
+                replica.optimizer.load(state.masters, state.optimizer)
+            self._done = self._saved = state.step
+            totals = Totals(state.tokens_total, state.anchors_total)
+            _set_random_state(state.extras)
+        for line in replicas[0].optimizer.describe():
+            self._metrics.note(line)
+        self._metrics.begin(self._done, steps.num_steps, config.run.log_every_steps, totals)
+        return replicas
+
+    def _warm_up(self, replicas: list[Replica], data: assembly.Data, target: Target) -> None:
+        """Compile in this thread what the workers will need, then allow no further compile."""
+        if not assembly.compiles(self._config):
+            return
+        self._metrics.phase("warmup", devices=len(replicas))
+        for replica in replicas:
+            compile_step(replica, self._gate, data, target, self._config)
+        if self._config.data.packing:  # rows come in many lengths; packed rows in one
+            self._gate.seal()
+
+    def _run(
+        self,
+        data: assembly.Data,
+        targets: dict[str, Target],
+        replicas: list[Replica],
+        steps: StepRange,
+    ) -> None:
+        config = self._config
+        first, stop = (step * steps.batches_per_step for step in (steps.first, steps.num_steps))
+        depth = max(config.run.queue_depth, len(replicas))
+        channel: OrderedChannel[Prepared] = OrderedChannel(depth, first)
+        sync = GradientSync(len(replicas))
+
+        def abandon(name: str, error: BaseException | None) -> None:
+            if error is None:
+                channel.close()
+            else:
+                channel.fail(name, error)
+            sync.abort()
+
+        supervisor = self._supervisor = Supervisor(
+            self._gate,
+            WatchSettings(config.compile.watchdog_s, config.compile.limit_s),
+            stop=self._stop,
+            abandon=abandon,
+            report=self._metrics.warning,
+        )
+        cache, counter = FeatureCache(config.target.cache_bytes), IndexCounter(first, stop)
+        for number, device in enumerate(self._devices.targets):
+            worker = TargetWorker(
+                target=targets[str(device)],
+                maker=data.maker,
+                cache=cache,
+                counter=counter,
+                channel=channel,
+                stop=self._stop,
+                cpu_threads=config.run.cpu_threads,
+            )
+            supervisor.add(f"target-{number}", worker.run)
+
+        def on_step(done: StepDone) -> None:
+            self._stepped(done, channel, replicas[0], targets, steps)
+
+        for replica in replicas:
+            drafter = DrafterWorker(
+                replica=replica,
+                steps=steps,
+                channel=channel,
+                sync=sync,
+                gate=self._gate,
+                config=config,
+                stop=self._stop,
+                on_step=on_step,
+            )
+            supervisor.add(f"drafter-{replica.rank}", drafter.run)
+        self._metrics.phase("train", step=steps.first, num_steps=steps.num_steps)
+        supervisor.run_all()
+
+    def _stepped(
+        self,
+        done: StepDone,
+        channel: OrderedChannel[Prepared],
+        replica: Replica,
+        targets: dict[str, Target],
+        steps: StepRange,
+    ) -> None:
+        self._done, sums = done.num_done, done.sums
+        self._metrics.step(
+            StepFigures(
+                step=done.num_done,
+                epoch=done.epoch,
+                loss=sums.loss_sum / max(sums.weight_sum, 1e-12),
+                lr=done.applied.lr,
+                grad_norm=done.applied.grad_norm,
+                num_tokens=sums.num_tokens,
+                num_anchors=sums.num_anchors,
+                slot_accuracy=sums.num_hits / max(sums.num_slots, 1),
+                expected_accepted=sums.num_accepted / max(sums.num_anchors, 1),
+                step_s=done.step_s,
+            ),
+            Flow(channel.depth, channel.put_wait_s, channel.get_wait_s),
+        )
+        if done.num_done % self._config.run.checkpoint_every_steps == 0:
+            self._save(replica, next(iter(targets.values())), steps)
+
+    def _save(self, replica: Replica, target: Target, steps: StepRange) -> None:
+        if self._saved == self._done:
+            return
+        began, totals = time.monotonic(), self._metrics.totals
+        identity = assembly.identity(self._config, target, self._manifest, steps)
+        state = CheckpointState(
+            step=self._done,
+            next_index=self._done * steps.batches_per_step,
+            tokens_total=totals.tokens,
+            anchors_total=totals.anchors,
+            identity=identity | {"config_sha256": assembly.config_digest(self._config)},
+            masters=replica.optimizer.masters(),
+            optimizer=replica.optimizer.state(),
+            extras={"tap_scale": replica.draft.tap_scale} | _random_state(),
+        )
+        path = checkpoint.save(self._checkpoints, state, keep=self._config.run.keep_checkpoints)
+        self._saved = self._done
+        self._metrics.checkpoint(self._done, path, time.monotonic() - began)
+
+    def _compiled(self, event: CompileEvent) -> None:
+        self._metrics.compile(
+            thread=event.thread,
+            key=event.key,
+            compile_s=round(event.seconds, 3),
+            num_graphs=event.num_graphs,
+            reasons=list(event.reasons),
+            expected=event.expected,
+        )
+
+    def _gate_failed(self, error: Exception) -> None:
+        if self._supervisor is not None:
+            self._supervisor.fail("gate-watchdog", error)
+
+
+def compile_step(
+    replica: Replica,
+    gate: CompileGate,
+    data: assembly.Data,
+    target: Target,
+    config: TrainConfig,
+) -> Prepared:
+    """Run one real forward and backward with the plan's first batch; changes no weight.
+
+    Hidden states are zeros of the real shape: what is compiled depends on shapes alone.
+    """
+    batch = data.maker.make(0)
+    width = len(target.target_layer_ids) * int(target.text_config.hidden_size)
+    hidden = torch.zeros(*batch.input_ids.shape, width, dtype=target.dtype)
+    prepared = Prepared(batch, hidden)
+    replica.draft.train()
+    forward_backward(replica, gate, prepared, config)
+    replica.optimizer.clear()
+    return prepared
+
+
+@contextmanager
+def _signals(stop: StopRequest) -> Iterator[None]:
+    """Turn SIGINT and SIGTERM into stop requests."""
+
+    def ask(_number: int, _frame: object) -> None:
+        stop.ask()
+
+    old = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def _random_state() -> dict[str, Tensor]:
+    found = {"rng_cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        found |= {f"rng_cuda_{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
+    return found
+
+
+def _set_random_state(extras: dict[str, Tensor]) -> None:
+    torch.set_rng_state(extras["rng_cpu"])
+    for name, state in extras.items():
+        if name.startswith("rng_cuda_") and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state, int(name.rpartition("_")[2]))

@@ -1,0 +1,147 @@
+"""Drafter threads: forward, backward, exchange of gradients, optimiser step, all in lockstep."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trainer.channel import OrderedChannel
+from trainer.compile_gate import CompileGate
+from trainer.contract.config import TrainConfig
+from trainer.data.packing import Batch
+from trainer.loss import LossSums, draft_loss
+from trainer.model.draft import DraftModel
+from trainer.model.target import FrozenHead
+from trainer.optim import Applied, DraftOptimizer
+from trainer.sync import GradientSync, StepSums
+from trainer.workers.supervisor import Pulse, StopRequest
+from trainer.workers.target import Prepared
+
+
+@dataclass(frozen=True)
+class Replica:
+    """A draft, its optimiser and the frozen head on one device."""
+
+    rank: int
+    draft: DraftModel
+    head: FrozenHead
+    optimizer: DraftOptimizer
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """One finished optimiser step, summed over all drafters."""
+
+    num_done: int
+    epoch: int
+    sums: StepSums
+    applied: Applied
+    step_s: float
+
+
+@dataclass(frozen=True)
+class StepRange:
+    """Which steps a run still has to do, and how batch indices fall to drafters.
+
+    Drafter d of M takes, in micro-batch a of step s, batch index (s * accumulation + a) * M + d.
+    """
+
+    first: int
+    num_steps: int
+    num_drafters: int
+    accumulation: int
+
+    @property
+    def batches_per_step(self) -> int:
+        """Batches of one optimiser step, all drafters together."""
+        return self.num_drafters * self.accumulation
+
+    def indices(self, step: int, rank: int) -> list[int]:
+        """Return the batch indices of one drafter in one step."""
+        return [
+            (step * self.accumulation + micro) * self.num_drafters + rank
+            for micro in range(self.accumulation)
+        ]
+
+
+def step_key(device: torch.device, batch: Batch, draft: DraftModel) -> tuple[object, ...]:
+    """Return all that decides what a step compiles."""
+    rows, length = batch.input_ids.shape
+    num_anchors = batch.anchor_positions.shape[1]
+    return (str(device), rows, length, num_anchors, str(draft.fc.weight.dtype), draft.training)
+
+
+def forward_backward(
+    replica: Replica, gate: CompileGate, prepared: Prepared, config: TrainConfig
+) -> LossSums:
+    """Run one micro-batch inside the gate and add its gradient to the replica's sum."""
+    batch = prepared.batch.to(replica.device)
+    hidden: Tensor = prepared.target_hidden.to(replica.device)
+
+    def body() -> LossSums:
+        replica.draft.zero_grad(set_to_none=True)
+        sums = draft_loss(replica.draft, replica.head, batch, hidden, config)
+        if sums.loss_sum.requires_grad:
+            sums.loss_sum.backward()  # type: ignore[no-untyped-call]
+        return sums.detach()
+
+    sums = gate.run(step_key(replica.device, batch, replica.draft), body)
+    replica.optimizer.accumulate()
+    return sums
+
+
+@dataclass(frozen=True)
+class DrafterWorker:
+    """One drafter thread; ``on_step`` is called in the thread of rank 0, between steps."""
+
+    replica: Replica
+    steps: StepRange
+    channel: OrderedChannel[Prepared]
+    sync: GradientSync
+    gate: CompileGate
+    config: TrainConfig
+    stop: StopRequest
+    on_step: Callable[[StepDone], None]
+
+    def run(self, pulse: Pulse) -> None:
+        """Take steps until the plan ends or all agreed to stop."""
+        replica = self.replica
+        if replica.device.type == "cuda":
+            torch.cuda.set_device(replica.device)
+        elif self.config.run.cpu_threads is not None:
+            torch.set_num_threads(self.config.run.cpu_threads)
+        replica.draft.train()
+        for step in range(self.steps.first, self.steps.num_steps):
+            began = time.monotonic()
+            sums, epoch = self._accumulate(step, pulse)
+            sums.num_stop = int(self.stop.soft.is_set())
+            with pulse.wait(f"for the other drafters in step {step}"):
+                total = self.sync.exchange(replica.rank, replica.optimizer.flat_grad, sums)
+            applied = replica.optimizer.apply(step, total.loss_sum, total.weight_sum)
+            if replica.rank == 0:
+                pulse.beat(f"reports step {step}")
+                took = time.monotonic() - began
+                self.on_step(StepDone(step + 1, epoch, total, applied, took))
+            if total.num_stop:
+                self.channel.close()  # every drafter has taken its last batch
+                return
+
+    def _accumulate(self, step: int, pulse: Pulse) -> tuple[StepSums, int]:
+        parts: list[LossSums] = []
+        sums, epoch = StepSums(), 0
+        for index in self.steps.indices(step, self.replica.rank):
+            with pulse.wait(f"for batch {index}"):
+                prepared = self.channel.get(index)
+            pulse.beat(f"trains on batch {index}")
+            parts.append(forward_backward(self.replica, self.gate, prepared, self.config))
+            sums.num_tokens += prepared.batch.num_tokens
+            sums.num_anchors += prepared.batch.num_anchors
+            epoch = prepared.batch.epoch
+        whole = LossSums.total(parts)
+        sums.loss_sum, sums.weight_sum = float(whole.loss_sum), float(whole.weight_sum)
+        sums.num_hits, sums.num_slots = int(whole.hits.sum()), int(whole.counts.sum())
+        sums.num_accepted = int(whole.accepted_sum)
+        return sums, epoch

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
-from dflashctl.event_stream import Ended, Item, Notice, RunEvent
+from dflashctl.event_stream import Ended, Heartbeat, Item, Notice, RunEvent
 from dflashctl.render.document import document
 from dflashctl.render.runs import outcome, progress
 from dflashctl.render.tables import duration, figure
@@ -73,6 +73,7 @@ class PlainWatch:
         self._warn = warn
         self._next_mono_s = 0.0
         self._unsaid: dict[str, Any] | None = None  # a step that was not worth a line of its own
+        self._caught_up = False  # the first beat comes after all that happened before
         self._alerts: set[str] = set()
 
     def take(self, item: Item, mono_s: float) -> None:
@@ -84,19 +85,24 @@ class PlainWatch:
             self._warn(f"{item.text}\n")
         elif isinstance(item, Ended):
             self._flush()
-        else:
+        elif isinstance(item, Heartbeat):
+            self._caught_up = True
+            self._flush_when_due(mono_s)
             self._say_alerts(mono_s)
 
     def _take_event(self, event: dict[str, Any], mono_s: float) -> None:
         if event["kind"] == "step":
             self._unsaid = event
-            if mono_s < self._next_mono_s:
-                return
-            self._next_mono_s = mono_s + STEP_LINE_EVERY_S
-            self._flush()
+            if self._caught_up:
+                self._flush_when_due(mono_s)
         else:
             self._flush()
             self._line(event)
+
+    def _flush_when_due(self, mono_s: float) -> None:
+        if self._unsaid is not None and mono_s >= self._next_mono_s:
+            self._next_mono_s = mono_s + STEP_LINE_EVERY_S
+            self._flush()
 
     def _flush(self) -> None:
         if self._unsaid is not None:

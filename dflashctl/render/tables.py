@@ -10,7 +10,8 @@ def format_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> st
     """Return aligned columns with a header line; None becomes ``-``, numbers stand right."""
     cells = [["-" if value is None else str(value) for value in row] for row in rows]
     right = [
-        bool(rows) and all(value is None or isinstance(value, int | float) for value in column)
+        any(isinstance(value, int | float) for value in column)
+        and all(value is None or isinstance(value, int | float) for value in column)
         for column in (zip(*rows, strict=True) if rows else [()] * len(headers))
     ]
     widths = [max(len(text) for text in column) for column in zip(headers, *cells, strict=True)]

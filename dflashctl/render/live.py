@@ -6,7 +6,6 @@ alternate screen of a terminal. Text from the run is shown as it is, never read 
 
 import threading
 import time
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from dflashctl.event_stream import Item
@@ -153,13 +152,8 @@ class LiveWatch:
         return screen
 
     def __enter__(self) -> "LiveWatch":
-        self._live.__enter__()
+        self._live.start(refresh=True)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._live.__exit__(kind, error, trace)
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()

@@ -1,0 +1,130 @@
+"""The picture of a run, built from events written by hand."""
+
+import pytest
+
+from dflashctl.event_stream import Ended, Heartbeat, LogBytes, Notice, RunEvent
+from dflashctl.run_view import Alert, Device, RunView
+
+
+def step(number: int, t: float = 1000.0, **values: object) -> RunEvent:
+    head = {"v": 1, "seq": number, "t_unix_s": t, "run_id": "r", "kind": "step"}
+    usual = {"step": number, "num_steps": 500, "loss": 2.0, "tokens_per_s": 3000.0, "step_s": 0.5}
+    return RunEvent(head | usual | values)
+
+
+def event(kind: str, t: float = 1000.0, **values: object) -> RunEvent:
+    return RunEvent({"v": 1, "seq": 0, "t_unix_s": t, "run_id": "r", "kind": kind} | values)
+
+
+@pytest.fixture
+def view() -> RunView:
+    return RunView("fresh7", "kpro6/200")
+
+
+def test_the_last_step_gives_the_figures(view: RunView) -> None:
+    view.update(step(1, loss=3.0), 0.0)
+    view.update(step(2, loss=2.5, q_hs=3), 0.1)
+    assert (view.step["step"], view.step["q_hs"], list(view.losses)) == (2, 3, [3.0, 2.5])
+
+
+def test_the_age_of_an_event_is_told_by_the_containers_clock(view: RunView) -> None:
+    view.update(step(1, t=5000.0), 77.0)
+    assert view.age_s(78.0) is None  # no beat yet: the container's clock is not known
+    view.update(Heartbeat(5003.0, "alive"), 100.0)
+    assert view.age_s(104.0) == pytest.approx(7.0)
+
+
+def test_a_silent_run_is_a_stall_after_a_minute_and_not_before(view: RunView) -> None:
+    view.update(step(1, t=5000.0), 0.0)
+    view.update(Heartbeat(5000.0, "alive"), 100.0)
+    assert view.alerts(159.0) == []
+    assert view.alerts(161.0) == [Alert("stall", "no event for 61 s (the process is alive)")]
+
+
+def test_slow_steps_are_no_stall(view: RunView) -> None:
+    for number in range(5):
+        view.update(step(number, t=5000.0, step_s=20.0), 0.0)
+    view.update(Heartbeat(5000.0, "alive"), 0.0)
+    assert view.alerts(190.0) == []  # ten times 20 s
+    assert [alert.kind for alert in view.alerts(201.0)] == ["stall"]
+
+
+def test_loading_and_compiling_may_be_silent_for_minutes(view: RunView) -> None:
+    view.update(event("phase", t=5000.0, phase="load"), 0.0)
+    view.update(Heartbeat(5000.0, "alive"), 0.0)
+    assert view.alerts(800.0) == []
+    assert [alert.kind for alert in view.alerts(901.0)] == ["stall"]
+
+
+def test_a_drop_of_throughput_is_measured_against_the_runs_own_baseline(view: RunView) -> None:
+    for number in range(20):
+        view.update(step(number, tokens_per_s=4000.0), 0.0)
+    for number in range(5):
+        view.update(step(20 + number, tokens_per_s=2000.0), 0.0)
+    assert view.alerts(0.0) == [Alert("throughput", "2.00 Ktok/s, 50 % of this run's own 4.00")]
+
+
+def test_one_slow_step_is_no_drop(view: RunView) -> None:
+    for number in range(30):
+        view.update(step(number, tokens_per_s=4000.0), 0.0)
+    view.update(step(30, tokens_per_s=100.0), 0.0)
+    assert view.alerts(0.0) == []
+
+
+def test_a_loss_that_is_not_finite_is_an_alert_that_stays(view: RunView) -> None:
+    view.update(step(7, loss=None, num_non_finite=1), 0.0)
+    view.update(step(8), 0.0)
+    assert view.alerts(0.0) == [
+        Alert("non-finite", "loss was not finite in 1 step events, last at step 7")
+    ]
+
+
+def test_a_lost_link_is_an_alert_until_it_is_back_and_is_no_stall(view: RunView) -> None:
+    view.update(step(1, t=5000.0), 0.0)
+    view.update(Heartbeat(5000.0, "alive"), 0.0)
+    view.update(Notice("disconnected", "link lost; trying again in 4 s"), 100.0)
+    assert view.alerts(300.0) == [Alert("link", "link lost; trying again in 4 s")]
+    view.update(Notice("connected", "connected again after 9 s"), 301.0)
+    view.update(Heartbeat(5301.0, "alive"), 301.0)
+    assert [alert.kind for alert in view.alerts(302.0)] == ["stall"]
+
+
+def test_a_run_that_ended_has_no_alerts(view: RunView) -> None:
+    view.update(step(7, loss=None), 0.0)
+    view.update(Ended("finished", None), 0.0)
+    assert view.alerts(900.0) == []
+
+
+@pytest.mark.parametrize(
+    ("used", "peak", "devices"),
+    [
+        ([1.0, 2.0], [3.0, 4.0], [Device("0", 1.0, 3.0), Device("1", 2.0, 4.0)]),
+        ({"cuda:0": 1}, {"cuda:0": 2}, [Device("cuda:0", 1.0, 2.0)]),
+        (5, None, [Device("0", 5.0, None)]),
+        (None, None, []),
+    ],
+)
+def test_memory_is_told_per_device(
+    view: RunView, used: object, peak: object, devices: list[Device]
+) -> None:
+    view.update(step(1, memory_bytes=used, peak_memory_bytes=peak), 0.0)
+    assert view.devices == devices
+
+
+def test_log_lines_and_the_unfinished_one_are_kept_in_order(view: RunView) -> None:
+    view.update(LogBytes(b"one\ntw"), 0.0)
+    assert view.log_tail == ["one", "tw"]
+    view.update(LogBytes(b"o\n"), 0.0)
+    assert view.log_tail == ["one", "two"]
+    view.update(LogBytes(b"".join(b"%d\n" % i for i in range(1000))), 0.0)
+    assert view.log_tail == [str(i) for i in range(800, 1000)]
+
+
+def test_phases_compiles_warnings_and_checkpoints_are_noted(view: RunView) -> None:
+    view.update(event("phase", phase="train"), 0.0)
+    view.update(event("compile", seconds_s=2.0), 0.0)
+    view.update(event("compile", seconds_s=1.5), 0.0)
+    view.update(event("warning", message="slow disk"), 0.0)
+    view.update(event("checkpoint", step=100), 0.0)
+    assert (view.phase, view.num_compiles, view.compile_s) == ("train", 2, 3.5)
+    assert (list(view.warnings), view.checkpoint["step"]) == (["slow disk"], 100)

@@ -55,8 +55,8 @@ def read_manifest(run_dir: Path) -> tuple[Manifest, TrainConfig]:
 def devices_of(manifest: Manifest, config: TrainConfig) -> Devices:
     """Return the torch devices of the roles.
 
-    CUDA_VISIBLE_DEVICES lists the target GPUs first and the drafter GPUs after them, so cuda:i
-    counts through both roles. Raises: ConfigError when the GPUs asked for are not there; the CPU
+    CUDA_VISIBLE_DEVICES lists the target GPUs first and the drafter GPUs after them, each once, so
+    cuda:i is the i-th GPU of the manifest; a GPU may hold several roles. Raises: ConfigError when the GPUs asked for are not there; the CPU
     is never taken instead.
     """
     roles = manifest.devices("target"), manifest.devices("drafter")
@@ -68,7 +68,8 @@ def devices_of(manifest: Manifest, config: TrainConfig) -> Devices:
         return Devices((cpu,) * len(roles[0]), (cpu,) * len(roles[1]), {"cpu": cpu})
     gpus = [*roles[0], *roles[1]]
     _check_cuda(gpus)
-    found = [torch.device("cuda", number) for number in range(len(gpus))]
+    order = list(dict.fromkeys(gpu.uuid for gpu in gpus))
+    found = [torch.device("cuda", order.index(gpu.uuid)) for gpu in gpus]
     labels = {f"{gpu.role}:{gpu.index}": d for gpu, d in zip(gpus, found, strict=True)}
     return Devices(tuple(found[: len(roles[0])]), tuple(found[len(roles[0]) :]), labels)
 
@@ -81,9 +82,10 @@ def _check_cuda(gpus: Sequence[Gpu]) -> None:
             f"run.device is cuda, but torch {torch.__version__} sees no usable GPU here;"
             " look at the driver with nvidia-smi, or set run.device to cpu"
         )
-    if torch.cuda.device_count() < len(gpus):
+    needed = len({gpu.uuid for gpu in gpus})
+    if torch.cuda.device_count() < needed:
         raise ConfigError(
-            f"the roles need {len(gpus)} GPUs, but torch sees {torch.cuda.device_count()};"
+            f"the roles need {needed} GPUs, but torch sees {torch.cuda.device_count()};"
             " CUDA_VISIBLE_DEVICES must list the target GPUs, then the drafter GPUs"
         )
 

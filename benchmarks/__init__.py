@@ -1,0 +1,1 @@
+"""Measurements by hand; nothing here is a timed test."""

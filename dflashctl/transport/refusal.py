@@ -143,6 +143,6 @@ _REFUSALS: tuple[tuple[str, Callable[[str, str], DflashctlError]], ...] = (
     (r"^.*unable to parse.*$", _bad_arguments),
     (r"^.*(400 \S.*|missing command at .*)$", _bad_arguments),
     (r"^dflashctl: script cut short$", _cut_short),
-    (r"^.*(bash|env|head): (No such file|(command )?not found).*$", _no_program),
+    (r"^.*(bash|env|head)\W?: (No such file|(command )?not found).*$", _no_program),
     (r"^.*lxc-attach: .*(No such file or directory).*$", _no_program),
 )

@@ -135,7 +135,7 @@ def test_interrupt_of_the_user_leaves_no_child_and_no_thread(
     way = open_way(ssh_kind(own_server.host()))
     before = set(threading.enumerate())
 
-    def interrupt(chunk: bytes) -> None:
+    def interrupt(_: bytes) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -175,6 +175,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-new-tokens", type=int, default=MAX_NEW_TOKENS)
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16")
     options = parser.parse_args(argv)
+    if not (options.model_dir / "config.json").is_file():
+        parser.error(
+            f"{options.model_dir} holds no model; "
+            f"type `python -m dflashctl.demo.smollm2 {options.model_dir}`"
+        )
     train, heldout = split()
     target = load_target(options.model_dir, DTYPES[options.dtype])
     prompts = train if options.part == "train" else heldout

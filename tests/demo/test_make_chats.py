@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import dflashctl.demo
-from dflashctl.demo.make_chats import answer, load_target, make, read_part
+from dflashctl.demo.make_chats import answer, load_target, main, make, read_part
 from dflashctl.demo.prompts import split
 
 Target = tuple[PreTrainedModel, PreTrainedTokenizerBase]
@@ -88,6 +88,15 @@ def test_an_interrupted_run_goes_on_and_gives_the_same_file(target: Target, tmp_
     assert not part.exists()
 
 
+def test_a_directory_without_a_model_is_named_with_the_command_that_makes_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit) as ended:
+        main([str(tmp_path / "none"), "heldout", str(tmp_path / "out.jsonl")])
+    assert ended.value.code == 2
+    assert f"python -m dflashctl.demo.smollm2 {tmp_path / 'none'}" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_kill_leaves_no_file_and_the_rerun_completes_it(tiny_model: Path, tmp_path: Path):
@@ -112,6 +121,7 @@ def test_a_kill_leaves_no_file_and_the_rerun_completes_it(tiny_model: Path, tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(120)
 @pytest.mark.skipif(not REAL_MODEL, reason="DFLASHCTL_SMOLLM2 does not name the converted model")
 def test_the_held_out_answers_are_what_the_real_target_says_alone_in_fp32():
     heldout = Path(dflashctl.demo.__file__).parent / "heldout.jsonl"

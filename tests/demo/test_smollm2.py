@@ -223,6 +223,7 @@ def test_of_two_converters_at_once_one_makes_the_model_and_one_finds_it(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(120)
 @pytest.mark.skipif(not REAL_MODEL, reason="DFLASHCTL_SMOLLM2 does not name the converted model")
 def test_the_real_model_is_complete_and_answers():
     assert is_complete(Path(REAL_MODEL)), f"{REAL_MODEL}: not what {SOURCE_FILE} says"

@@ -20,7 +20,6 @@ DROP_FRAC = 0.7  # of the run's own baseline
 NUM_RECENT = 5
 NUM_BASELINE = 200
 MIN_BASELINE = 20
-_TRAINING = ("train", "training")
 
 
 @dataclass(frozen=True)
@@ -120,9 +119,9 @@ class RunView:
             self.phase = str(event.get("phase", ""))
         elif kind == "compile":
             self.num_compiles += 1
-            self.compile_s += _number(event.get("seconds_s", event.get("compile_s"))) or 0.0
+            self.compile_s += _number(event.get("compile_s")) or 0.0
         elif kind == "warning":
-            self.warnings.append(str(event.get("message", "")))
+            self.warnings.append(str(event.get("text", "")))
         elif kind == "checkpoint":
             self.checkpoint = event
         elif kind == "eval":
@@ -163,7 +162,7 @@ class RunView:
         age_s = self.age_s(mono_s)
         if age_s is None or self.process != "alive" or self.link:
             return None
-        if self.phase and self.phase not in _TRAINING:
+        if self.phase not in ("", "train"):
             limit_s = QUIET_PHASE_AFTER_S
         else:
             usual_s = median(self.step_seconds) if self.step_seconds else 0.0

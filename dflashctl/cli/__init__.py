@@ -14,6 +14,7 @@ from dflashctl.cli import act, observe, site
 from dflashctl.cli.verb import Verbs
 from dflashctl.errors import DflashctlError, ExitCode, UsageError
 from dflashctl.render.failure import save_trace, show_failure
+from trainer.contract.errors import ContractError
 
 _CLICK_ERROR = typer.BadParameter.__mro__[2]  # click's own ClickException, vendored or not
 
@@ -56,11 +57,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result = app(args=argv, prog_name="dflashctl", standalone_mode=False)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
-    except DflashctlError as error:
+    except (DflashctlError, ContractError) as error:
         if debug:
             sys.excepthook(*sys.exc_info())
-        show_failure(error, as_json=as_json)
-        return int(error.exit_code)
+        shown = UsageError(str(error)) if isinstance(error, ContractError) else error
+        show_failure(shown, as_json=as_json)
+        return int(shown.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         sys.stderr.write("interrupted\n")
         return int(ExitCode.INTERRUPTED)

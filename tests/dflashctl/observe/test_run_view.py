@@ -122,9 +122,9 @@ def test_log_lines_and_the_unfinished_one_are_kept_in_order(view: RunView) -> No
 
 def test_phases_compiles_warnings_and_checkpoints_are_noted(view: RunView) -> None:
     view.update(event("phase", phase="train"), 0.0)
-    view.update(event("compile", seconds_s=2.0), 0.0)
-    view.update(event("compile", seconds_s=1.5), 0.0)
-    view.update(event("warning", message="slow disk"), 0.0)
+    view.update(event("compile", compile_s=2.0), 0.0)
+    view.update(event("compile", compile_s=1.5), 0.0)
+    view.update(event("warning", text="slow disk"), 0.0)
     view.update(event("checkpoint", step=100), 0.0)
     assert (view.phase, view.num_compiles, view.compile_s) == ("train", 2, 3.5)
     assert (list(view.warnings), view.checkpoint["step"]) == (["slow disk"], 100)

@@ -18,7 +18,8 @@ def lab_site() -> Iterator[Lab]:
     """kpro6 (8 GPUs; container 200 runs, 201 is stopped) and kpro7 (2 GPUs; container 200).
 
     This Python, with torch, is visible in the containers under its own path. The port numbers and
-    the state directory are new ones. Faults and power states are restored after each test.
+    the state directory are new ones. After each test marked `lab`, faults and processes in the
+    containers are gone and the power states restored; files stay.
     """
     missing = Lab.missing_requirements()
     if missing:
@@ -37,7 +38,7 @@ def lab_site() -> Iterator[Lab]:
 
 @pytest.fixture(autouse=True)
 def restored_lab(request: pytest.FixtureRequest) -> Iterator[None]:
-    """After each test that used the lab: no fault, and the power states it started with."""
+    """After each test that used the lab: see Lab.restore."""
     uses_lab = request.node.get_closest_marker("lab") and "lab_site" in request.fixturenames
     lab: Lab | None = request.getfixturevalue("lab_site") if uses_lab else None
     yield

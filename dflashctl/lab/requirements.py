@@ -17,6 +17,7 @@ _PROGRAMS = {
     "ip": "iproute2",
     "nsenter": "util-linux",
     "unshare": "util-linux",
+    "mount": "mount",
     "setpriv": "util-linux",
     "python3": "python3",
     "tmux": "tmux",

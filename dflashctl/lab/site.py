@@ -143,7 +143,10 @@ class Lab:
         set_fault(SiteState(self.state), host, name, value)
 
     def restore(self) -> None:
-        """Every host without faults, every container running or stopped as after ``up``."""
+        """Every host without faults, every container as after ``up``, but for its files.
+
+        Containers run or are stopped as the site says, and no process is left in them but pid 1.
+        """
         site = SiteState(self.state)
         for name, host in site.spec.hosts.items():
             set_fault(site, name, "none", "")
@@ -151,6 +154,9 @@ class Lab:
                 if site.is_running(name, vmid) != container.onboot:
                     verb = "start" if container.onboot else "stop"
                     site.in_host(name, ["pct", verb, str(vmid)])
+                elif container.onboot:
+                    # kill(2): -1 is every process of the namespace but pid 1 and the caller.
+                    site.in_container(name, vmid, "kill -KILL -1")
 
     def in_host(
         self, host: str, argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float = 60

@@ -18,6 +18,10 @@ pytestmark = pytest.mark.lab
 APPS = "nvidia-smi --query-compute-apps=pid,process_name,used_memory,gpu_uuid --format=csv,noheader"
 USED = "nvidia-smi --query-gpu=memory.used --format=csv,noheader,nounits"
 UUID = "GPU-5eed{0:04x}-1ab0-4c0d-8e00-{0:012x}"
+# What the tests start holds "sleep 9876" in its command line; this shell holds "[9]".
+END_MARKED = """for p in /proc/[0-9]*; do
+    tr '\\0' ' ' < $p/cmdline 2>/dev/null | grep -q 'sleep [9]876' && kill -KILL ${p#/proc/}
+done"""
 
 
 def in_host(lab: Lab, host: str, script: str) -> list[str]:
@@ -29,7 +33,7 @@ def in_container(lab: Lab, host: str, script: str) -> list[str]:
 
 
 def start(lab: Lab, host: str, vmid: int, script: str) -> None:
-    """Run a script in the background of a container until `pkill -f 'sleep 9876'`."""
+    """Run a script in the background of a container until the fixture `load` ends it."""
     lab.in_container(host, vmid, f"({script}) </dev/null >/dev/null 2>&1 & sleep 0.3")
 
 
@@ -42,7 +46,7 @@ def load(lab_site: Lab) -> Iterator[Load]:
 
     yield run
     for host in ("kpro6", "kpro7"):
-        lab_site.in_host(host, ["pkill", "-KILL", "-f", "sleep 9876"])
+        lab_site.in_host(host, ["sh", "-c", END_MARKED])
 
 
 def test_a_marked_process_shows_on_the_host_by_its_pid_there_and_maps_to_its_container(

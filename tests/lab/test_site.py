@@ -379,6 +379,18 @@ def test_a_command_that_takes_too_long_is_given_up(lab_site: Lab) -> None:
         lab_site.in_host("kpro6", ["sleep", "30"], timeout_s=0.3)
 
 
+def test_restore_ends_what_runs_in_containers_and_keeps_files(lab_site: Lab) -> None:
+    start = "echo kept > /workspace/kept; setsid -f sleep 987 </dev/null >/dev/null 2>&1"
+    lab_site.in_container("kpro6", 200, start)
+    count = "ls -d /proc/[0-9]* | wc -l"
+    assert int(lab_site.in_container("kpro6", 200, count).stdout) >= 3
+    lab_site.restore()
+    commands = "cat /proc/[0-9]*/cmdline | tr '\\0' ' '; cat /workspace/kept"
+    seen = lab_site.in_container("kpro6", 200, commands).stdout
+    assert b"sleep 987" not in seen
+    assert seen.endswith(b"kept\n")
+
+
 def test_restore_brings_power_states_and_faults_back(lab_site: Lab) -> None:
     lab_site.in_host("kpro6", ["pct", "stop", "200"])
     lab_site.in_host("kpro6", ["pct", "start", "201"])

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from trainer.contract.config import DraftModelConfig, TargetConfig
 from trainer.errors import TargetError
@@ -185,6 +186,7 @@ def load_target(
     Raises: TargetError naming the directory and its missing or damaged files, before any memory of
     the device is taken.
     """
+    transformers_logging.disable_progress_bar()  # it fills a log with carriage returns
     directory = Path(config.path)
     if directory.is_dir():
         check_target_directory(directory)

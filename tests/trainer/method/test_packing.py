@@ -1,0 +1,171 @@
+"""Plans and batches: every sample once an epoch, budgets kept, pure in (seed, index)."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import fields
+
+import numpy as np
+import pytest
+import torch
+
+from trainer.contract.config import DataConfig, TrainConfig
+from trainer.data.dataset import ChatDataset, Sample
+from trainer.data.packing import Batch, BatchMaker, BatchPlan, place_features
+from trainer.errors import DataError
+
+LENGTHS = np.random.default_rng(0).integers(5, 60, 300).tolist()
+
+
+def data_config(*, packing: bool) -> DataConfig:
+    return DataConfig(
+        path="x", max_length=64, token_budget=256, max_batch_size=7, packing=packing, max_anchors=16
+    )
+
+
+def epoch_of(plan: BatchPlan, epoch: int) -> list[list[list[int]]]:
+    start, end = (plan.num_batches(e) if e else 0 for e in (epoch, epoch + 1))
+    found = [plan.batch(i) for i in range(start, end)]
+    assert {e for e, _ in found} == {epoch}
+    return [rows for _, rows in found]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_every_epoch_visits_every_sample_once_in_its_own_order(packing: bool):
+    plan = BatchPlan(LENGTHS, data_config(packing=packing), seed=3)
+    orders = [[s for rows in epoch_of(plan, e) for row in rows for s in row] for e in range(3)]
+    assert [sorted(order) for order in orders] == [list(range(300))] * 3
+    assert orders[0] != orders[1] != orders[2]
+
+
+def test_rows_keep_both_budgets_with_padding():
+    for rows in epoch_of(BatchPlan(LENGTHS, data_config(packing=False), seed=3), 0):
+        longest = max(LENGTHS[row[0]] for row in rows)
+        assert len(rows) <= 7
+        assert len(rows) * -(-longest // 16) * 16 <= 256
+
+
+def test_packed_batches_are_one_row_within_both_budgets():
+    for rows in epoch_of(BatchPlan(LENGTHS, data_config(packing=True), seed=3), 0):
+        assert len(rows) == 1
+        assert len(rows[0]) <= 7
+        assert sum(LENGTHS[s] for s in rows[0]) <= 256
+
+
+def test_sorting_and_packing_leave_little_padding():
+    lengths = np.random.default_rng(1).integers(256, 3072, 2000).tolist()
+    for packing, least in ((False, 0.93), (True, 0.93)):
+        config = DataConfig(path="x", token_budget=49152, max_batch_size=64, packing=packing)
+        plan = BatchPlan(lengths, config, seed=0)
+        padded = 0
+        for rows in epoch_of(plan, 0):
+            longest = max(lengths[row[0]] for row in rows)
+            padded += 49152 if packing else len(rows) * -(-longest // 16) * 16
+        assert sum(lengths) / padded > least
+
+
+def test_epochs_in_parts_count_batches_in_parts():
+    plan = BatchPlan([10] * 40, data_config(packing=False), seed=0)
+    assert plan.batches_in_epoch == 6  # 40 samples, 7 a batch
+    assert (plan.num_batches(2.5), plan.num_batches(0.5), plan.num_batches(0.01)) == (15, 3, 1)
+
+
+def test_a_late_batch_is_the_same_for_a_plan_that_starts_there():
+    config = data_config(packing=True)
+    walked, jumped = BatchPlan(LENGTHS, config, seed=3), BatchPlan(LENGTHS, config, seed=3)
+    last = walked.num_batches(4) - 1
+    found = [walked.batch(i) for i in range(last + 1)][-1]
+    assert jumped.batch(last) == found
+    assert BatchPlan(LENGTHS, config, seed=4).batch(last) != found
+
+
+def test_sample_longer_than_the_budget_is_refused():
+    with pytest.raises(DataError, match="token_budget 256: the longest sample has 300"):
+        BatchPlan([10, 300], data_config(packing=True), seed=0)
+
+
+def dataset() -> ChatDataset:
+    samples = []
+    for i, length in enumerate(LENGTHS[:60]):
+        ids = np.arange(length, dtype=np.int32) + i
+        samples.append(Sample(i, ids, np.arange(length) >= 2))
+    return ChatDataset("made", "0" * 64, tuple(samples))
+
+
+@pytest.fixture
+def maker(train_config: Callable[..., TrainConfig]) -> Callable[..., BatchMaker]:
+    def make(packing: bool) -> BatchMaker:
+        config = train_config(data={"packing": packing, "max_batch_size": 7})
+        plan = BatchPlan(LENGTHS[:60], config.data, config.seed)
+        return BatchMaker(dataset(), plan, config)
+
+    return make
+
+
+def test_packed_batch_has_the_constant_shape_and_restarts_positions(
+    maker: Callable[..., BatchMaker],
+):
+    batch = maker(True).make(0)
+    assert batch.input_ids.shape == (1, 256)
+    assert batch.anchor_positions.shape == (1, 16)
+    for number, document in enumerate(batch.documents):
+        part = slice(document.start, document.start + document.length)
+        assert set(batch.document_ids[0, part].tolist()) == {number}
+        assert batch.position_ids[0, part].tolist() == list(range(document.length))
+        wanted = [i + document.sample_id for i in range(document.length)]
+        assert batch.input_ids[0, part].tolist() == wanted
+    used = sum(d.length for d in batch.documents)
+    assert batch.num_tokens == used
+    assert set(batch.document_ids[0, used:].tolist()) <= {-1}
+    assert not batch.loss_mask[0, used:].any()
+
+
+def test_row_batch_is_padded_to_a_multiple_of_16(maker: Callable[..., BatchMaker]):
+    batch = maker(False).make(0)
+    longest = max(d.length for d in batch.documents)
+    assert batch.input_ids.shape[1] == -(-longest // 16) * 16
+    assert [d.row for d in batch.documents] == list(range(len(batch.documents)))
+    assert all(d.start == 0 for d in batch.documents)
+
+
+def test_anchors_stand_on_trained_tokens_and_are_counted(maker: Callable[..., BatchMaker]):
+    for packing in (False, True):
+        batch = maker(packing).make(1)
+        at = batch.anchor_positions
+        for mask in (batch.loss_mask.gather(1, at), batch.loss_mask.gather(1, at + 1)):
+            assert mask[batch.anchor_keep].all()
+        assert batch.num_anchors == int(batch.anchor_keep.sum())
+
+
+def equal(first: Batch, second: Batch) -> bool:
+    pairs = [(getattr(first, f.name), getattr(second, f.name)) for f in fields(Batch)]
+    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
+
+
+def test_threads_make_the_same_batches_in_any_order(maker: Callable[..., BatchMaker]):
+    shared, alone = maker(True), maker(True)
+    found: dict[int, Batch] = {}
+
+    def work(first: int) -> None:
+        for index in reversed(range(first, 24, 3)):
+            found[index] = shared.make(index)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(equal(found[i], alone.make(i)) for i in range(24))
+
+
+def test_features_lie_where_their_documents_lie(maker: Callable[..., BatchMaker]):
+    batch = maker(True).make(0)
+    placed = place_features([t[:, None].float() for t in batch.document_tokens()], batch)
+    assert placed.shape == (1, 256, 1)
+    assert torch.equal(placed[..., 0].long(), batch.input_ids)
+
+
+def test_mask_token_in_the_data_stops_the_maker(train_config: Callable[..., TrainConfig]):
+    config = train_config(draft={"mask_token_id": 5})
+    plan = BatchPlan(LENGTHS[:60], config.data, 0)
+    with pytest.raises(DataError, match="mask_token_id 5"):
+        BatchMaker(dataset(), plan, config)

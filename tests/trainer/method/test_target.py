@@ -1,0 +1,270 @@
+"""The frozen target: layer numbers, padding, threads, incomplete directories."""
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, LlamaForCausalLM
+
+from trainer.contract.config import TrainConfig
+from trainer.errors import TargetError
+from trainer.model.target import Target, default_target_layer_ids, load_target
+
+
+class AddLayer(nn.Module):
+    """Adds 10 ** number to every value, so that a sum of digits tells which layers ran."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number, self.num_calls = number, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        return x + 10**self.number
+
+
+class DigitModel(nn.Module):
+    """Four layers over an embedding of zeros: the output of layer l has ones in digits 0..l."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 2)
+        nn.init.zeros_(self.embed.weight)
+        self.layers = nn.ModuleList(AddLayer(i) for i in range(4))
+        self.config = SimpleNamespace(
+            get_text_config=lambda: SimpleNamespace(num_hidden_layers=4, eos_token_id=3)
+        )
+
+    def get_decoder(self) -> nn.Module:
+        return self
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.embed
+
+    def forward(self, input_ids: Tensor, use_cache: bool = False) -> Tensor:  # noqa: ARG002
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_id_l_is_the_output_of_the_0_based_layer_l():
+    target = Target(DigitModel(), (0, 2))
+    (features,) = target.document_features([torch.tensor([5, 1])])
+    assert features.tolist() == [[1, 1, 111, 111]] * 2
+
+
+def test_forward_ends_after_the_last_tap():
+    model = DigitModel()
+    Target(model, (0, 1)).document_features([torch.tensor([5, 1])])
+    assert [layer.num_calls for layer in model.layers] == [1, 1, 0, 0]
+
+
+def test_taps_are_hugging_faces_hidden_states_one_further_on(tiny_llama: LlamaForCausalLM):
+    ids = torch.arange(9)
+    (features,) = Target(tiny_llama, (0, 2, 4)).document_features([ids])
+    with torch.no_grad():
+        states = tiny_llama(ids[None], output_hidden_states=True).hidden_states
+    assert torch.equal(features, torch.cat([states[number + 1][0] for number in (0, 2, 4)], -1))
+
+
+def test_tap_of_the_last_layer_is_taken_before_the_final_norm(tiny_llama: LlamaForCausalLM):
+    ids = torch.arange(9)
+    (features,) = Target(tiny_llama, (5,)).document_features([ids])
+    with torch.no_grad():
+        after_norm = tiny_llama(ids[None], output_hidden_states=True).hidden_states[-1][0]
+        torch.testing.assert_close(tiny_llama.model.norm(features), after_norm)
+
+
+def test_right_padding_and_order_do_not_change_features(tiny_llama: LlamaForCausalLM):
+    target = Target(tiny_llama, (1, 3))
+    documents = [torch.arange(3, 3 + length) for length in (4, 19, 1, 11)]
+    together = target.document_features(documents)
+    for document, found in zip(documents, together, strict=True):
+        (alone,) = target.document_features([document])
+        torch.testing.assert_close(found, alone, atol=1e-5, rtol=0)
+
+
+def test_threads_that_share_a_target_do_not_mix_their_taps(tiny_llama: LlamaForCausalLM):
+    target = Target(tiny_llama, (1, 3))
+    documents = [torch.arange(start, start + 30) for start in range(0, 120, 30)]
+    wanted = [target.document_features([d])[0] for d in documents]
+    faults: list[int] = []
+
+    def work(number: int) -> None:
+        found = [target.document_features([documents[number]])[0] for _ in range(10)]
+        faults.extend(number for features in found if not torch.equal(features, wanted[number]))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert faults == []
+
+
+def test_verifying_piece_by_piece_gives_the_taps_of_one_forward(tiny_llama: LlamaForCausalLM):
+    target = Target(tiny_llama, (1, 3))
+    ids = torch.arange(12)
+    cache = DynamicCache(config=tiny_llama.config)
+    first, second = target.verify(ids[None, :5], cache), target.verify(ids[None, 5:], cache)
+    found = torch.cat((first[1], second[1]), 1)[0]
+    torch.testing.assert_close(found, target.document_features([ids])[0], atol=1e-5, rtol=0)
+    with torch.no_grad():
+        logits = tiny_llama(ids[None]).logits
+    torch.testing.assert_close(torch.cat((first[0], second[0]), 1), logits, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("layers", "taps", "ids"),
+    [
+        (30, 5, (1, 8, 14, 20, 27)),  # 7.5 and 20.5: half to even
+        (36, 5, (1, 9, 17, 25, 33)),
+        (64, 5, (1, 16, 31, 46, 61)),
+        (30, 1, (15,)),
+    ],
+)
+def test_default_ids_are_the_published_ones(layers: int, taps: int, ids: tuple[int, ...]):
+    assert default_target_layer_ids(layers, taps) == ids
+
+
+def test_too_many_taps_for_a_small_target_are_refused():
+    with pytest.raises(TargetError, match="5 taps do not fit a target of 4 layers"):
+        default_target_layer_ids(4, 5)
+
+
+def test_tap_beyond_the_last_layer_is_refused(tiny_llama: LlamaForCausalLM):
+    with pytest.raises(TargetError, match=r"\[1, 6\].*0\.\.5"):
+        Target(tiny_llama, (1, 6))
+
+
+def test_tied_head_stays_one_tensor_when_it_is_moved():
+    head = Target(DigitModel(), (0,)).head.to("cpu", torch.bfloat16)
+    assert head.lm_head is head.embedding
+
+
+def test_a_head_that_a_plain_product_cannot_reproduce_is_refused():
+    model = DigitModel()
+    model.embed.embed_scale = 8.0  # as Gemma has
+    with pytest.raises(TargetError, match="scaled embeddings"):
+        Target(model, (0,))
+
+
+MakeTrainConfig = Callable[..., TrainConfig]
+
+
+def load(config: TrainConfig) -> Target:
+    return load_target(config.target, config.draft, "cpu")
+
+
+def test_directory_is_loaded_frozen_in_the_asked_dtype(
+    tiny_target_directory: Path, train_config: MakeTrainConfig
+):
+    where = {"path": str(tiny_target_directory), "dtype": "bfloat16"}
+    target = load(train_config(target=where))
+    assert (target.dtype, target.target_layer_ids) == (torch.bfloat16, (1, 2, 3))
+    assert not any(p.requires_grad for p in target.model.parameters())
+    assert target.stop_ids == {257}
+    assert target.head.lm_head.data_ptr() != target.head.embedding.data_ptr()
+
+
+def spoil_nothing_there(directory: Path) -> None:
+    for file in directory.iterdir():
+        file.unlink()
+    directory.rmdir()
+
+
+def spoil_config(directory: Path) -> None:
+    (directory / "config.json").unlink()
+
+
+def spoil_shard(directory: Path) -> None:
+    sorted(directory.glob("model-*.safetensors"))[1].unlink()
+
+
+def spoil_half(directory: Path) -> None:
+    shard = sorted(directory.glob("model-*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:-100])
+
+
+def spoil_lfs(directory: Path) -> None:
+    sorted(directory.glob("model-*.safetensors"))[1].write_text("version https://git-lfs...\n")
+
+
+def spoil_index(directory: Path) -> None:
+    index = directory / "model.safetensors.index.json"
+    held = json.loads(index.read_text())
+    shard = held["weight_map"]["model.embed_tokens.weight"]
+    held["weight_map"]["model.layers.9.mlp.up_proj.weight"] = shard
+    index.write_text(json.dumps(held))
+
+
+def spoil_tokenizer(directory: Path) -> None:
+    (directory / "tokenizer.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [
+        (spoil_nothing_there, "no such directory"),
+        (spoil_config, "config.json is missing"),
+        (spoil_shard, r"model-00002-of-\d+.safetensors is missing"),
+        (spoil_half, "model-00002.*damaged or half copied"),
+        (spoil_lfs, r"model-00002.*damaged or half copied \(27 bytes"),
+        (spoil_index, "lacks 1 tensors, first model.layers.9.mlp.up_proj.weight"),
+        (spoil_tokenizer, "tokenizer.json is missing"),
+    ],
+)
+def test_incomplete_directory_is_named_with_its_fault(
+    spoil: Callable[[Path], None],
+    named: str,
+    tiny_target_directory: Path,
+    train_config: MakeTrainConfig,
+):
+    spoil(tiny_target_directory)
+    with pytest.raises(TargetError, match=named) as caught:
+        load(train_config(target={"path": str(tiny_target_directory)}))
+    assert str(tiny_target_directory) in str(caught.value)
+
+
+def hybrid_model(*, whole_class: bool) -> Any:
+    """A random Qwen3.5: gated delta layers and full attention, small enough for milliseconds."""
+    transformers = pytest.importorskip("transformers.models.qwen3_5")
+    text = transformers.Qwen3_5TextConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        layer_types=["linear_attention"] * 3 + ["full_attention"],
+    )
+    torch.manual_seed(0)
+    model = transformers.Qwen3_5ForCausalLM(text)
+    if whole_class:
+        model.config = transformers.Qwen3_5Config(text_config=text.to_dict())
+    return model
+
+
+@pytest.mark.parametrize("whole_class", [False, True])
+def test_hybrid_target_is_tapped_through_its_text_configuration(whole_class: bool):
+    target = Target(hybrid_model(whole_class=whole_class), (1, 2))
+    documents = [torch.arange(9), torch.arange(20, 36)]
+    together = target.document_features(documents)
+    (alone,) = target.document_features(documents[:1])
+    assert together[0].shape == (9, 64)
+    torch.testing.assert_close(together[0], alone, atol=1e-5, rtol=0)

@@ -60,6 +60,7 @@ class Session:
         )
         self._done = 0
         self._saved: int | None = None
+        self.replicas: list[Replica] = []  # one a drafter, once they are built
 
     def train(self) -> TrainerExit:
         """Train to the end of the plan or to a stop request; returns the exit status.
@@ -93,7 +94,7 @@ class Session:
             metrics.warning("stopped before the first step; there is nothing to save")
             return "stopped", TrainerExit.STOPPED
         state = self._loaded(assembly.identity(config, target, self._manifest, steps))
-        replicas = self._build(data, target, steps, state)
+        replicas = self.replicas = self._build(data, target, steps, state)
         self._metrics.note(f"{len(data.dataset.samples)} samples, {steps.num_steps} steps")
         self._warm_up(replicas, data, target)
         steps = replace(steps, first=self._done)

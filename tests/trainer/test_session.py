@@ -1,0 +1,325 @@
+"""Whole training runs on the CPU, in this process, on a tiny random target."""
+
+import hashlib
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from trainer import checkpoint
+from trainer.contract.errors import ConfigError, ManifestError
+from trainer.contract.events import STEP_KEYS, EventDecoder
+from trainer.contract.exit_record import TrainerExit
+from trainer.errors import CheckpointError, DataError, WorkerError
+from trainer.export import load_export
+from trainer.session import Session
+
+MakeRun = Callable[..., Path]
+
+
+def _train(run_dir: Path, *, resume: bool = False) -> TrainerExit:
+    return Session(run_dir, resume=resume).train()
+
+
+def _events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    data = (run_dir / "metrics.jsonl").read_bytes()
+    return [event for event in EventDecoder().feed(data) if event["kind"] == kind]
+
+
+def _rewrite(run_dir: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    manifest = json.loads((run_dir / "manifest.json").read_text())
+    change(manifest)
+    (run_dir / "manifest.json").write_text(json.dumps(manifest))
+
+
+def _masters(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
+    return checkpoint.load(run_dir / "checkpoints" / f"step_{step:08d}").masters
+
+
+def test_run_trains_checkpoints_and_exports(make_run: MakeRun) -> None:
+    run_dir = make_run()
+    assert _train(run_dir) is TrainerExit.FINISHED
+    steps = _events(run_dir, "step")
+    assert [event["step"] for event in steps] == list(range(1, 13))
+    assert all(key in steps[-1] for key in STEP_KEYS)
+    assert steps[-1]["eta_s"] == 0.0
+    assert steps[-1]["tokens_total"] > steps[0]["tokens_total"] > 0
+    assert [e["path"] for e in _events(run_dir, "checkpoint")] == [
+        "step_00000004",
+        "step_00000008",
+        "step_00000012",
+    ]
+    assert [e["phase"] for e in _events(run_dir, "phase")] == ["data", "load", "train", "export"]
+    assert [e["state"] for e in _events(run_dir, "finished")] == ["finished"]
+    exported = load_file(run_dir / "export" / "model.safetensors")
+    assert torch.equal(exported["norm.weight"], _masters(run_dir, 12)["norm.weight"])
+
+
+def test_draft_learns_chats_that_count_upwards(make_run: MakeRun) -> None:
+    run_dir = make_run(optim={"max_steps": 150, "lr": 0.01}, run={"checkpoint_every_steps": 150})
+    _train(run_dir)
+    steps = _events(run_dir, "step")
+    accepted = [event["expected_accepted"] for event in steps]
+    assert sum(accepted[:10]) / 10 < 0.3
+    assert sum(accepted[-10:]) / 10 > 0.6
+    assert steps[-1]["loss"] < steps[0]["loss"]
+
+
+def test_packed_run_trains(make_run: MakeRun) -> None:
+    run_dir = make_run(data={"packing": True, "max_anchors": 8})
+    assert _train(run_dir) is TrainerExit.FINISHED
+
+
+def test_bf16_run_with_muon_trains(make_run: MakeRun) -> None:
+    run_dir = make_run(draft={"dtype": "bfloat16"}, optim={"name": "muon", "lr": 0.005})
+    assert _train(run_dir) is TrainerExit.FINISHED
+    assert load_export(run_dir / "export").fc.weight.dtype == torch.bfloat16
+    assert _masters(run_dir, 12)["fc.weight"].dtype == torch.float32
+
+
+def test_number_of_target_threads_changes_nothing(make_run: MakeRun) -> None:
+    one, three = make_run("one", targets=1), make_run("three", targets=3)
+    _train(one)
+    _train(three)
+    first, second = _masters(one, 12), _masters(three, 12)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_feature_cache_changes_nothing(make_run: MakeRun) -> None:
+    without, full = make_run("a"), make_run("b", target={"cache_bytes": 10_000_000})
+    little = make_run("c", target={"cache_bytes": 20_000})
+    for run_dir in (without, full, little):
+        _train(run_dir)
+    expected = [event["loss"] for event in _events(without, "step")]
+    for run_dir in (full, little):
+        # A cached sample was once computed beside other rows, which rounds differently.
+        assert [e["loss"] for e in _events(run_dir, "step")] == pytest.approx(expected, rel=1e-4)
+
+
+def test_two_drafters_keep_identical_replicas(make_run: MakeRun) -> None:
+    session = Session(make_run(drafters=2, targets=2), resume=False)
+    session.train()
+    first, second = (replica.draft.state_dict() for replica in session.replicas)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    moments, others = (replica.optimizer.state() for replica in session.replicas)
+    assert all(torch.equal(moments[name], others[name]) for name in moments)
+
+
+def test_two_drafters_take_the_same_steps_as_one_that_accumulates_two_batches(
+    make_run: MakeRun,
+) -> None:
+    two = make_run("two", drafters=2)
+    one = make_run("one", drafters=1, optim={"grad_accumulation": 2})
+    _train(two)
+    _train(one)
+    losses = [event["loss"] for event in _events(one, "step")]
+    assert [event["loss"] for event in _events(two, "step")] == pytest.approx(losses, rel=1e-5)
+    tokens = [event["tokens_total"] for event in _events(one, "step")]
+    assert [event["tokens_total"] for event in _events(two, "step")] == tokens
+
+
+def test_failing_target_thread_ends_the_run_with_its_name(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
+    # A token beyond the target's embedding: the target thread fails in its forward.
+    chats = [
+        {"messages": [{"role": r, "content": "w1 w2 w3"} for r in ("user", "assistant")]}
+        for _ in range(8)
+    ]
+    data = tmp_path / "bad.jsonl"
+    data.write_text("\n".join(json.dumps(chat) for chat in chats) + "\n")
+    run_dir = make_run(data={"path": str(data)}, draft={"normalise_taps": False})
+    tokenizer = json.loads((_target(run_dir) / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["w3"] = 5000
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for path in _target(run_dir).iterdir():
+        (broken / path.name).write_bytes(path.read_bytes())
+    (broken / "tokenizer.json").write_text(json.dumps(tokenizer))
+    _rewrite(run_dir, lambda m: m["config"]["target"].update(path=str(broken)))
+    began = time.monotonic()
+    with pytest.raises(WorkerError, match="thread target-0: IndexError"):
+        _train(run_dir)
+    assert time.monotonic() - began < 15
+    (finished,) = _events(run_dir, "finished")
+    assert finished["state"] == "failed"
+    assert "target-0" in finished["error"]
+    assert not [t for t in threading.enumerate() if t.name.startswith(("target-", "drafter-"))]
+
+
+def _target(run_dir: Path) -> Path:
+    return Path(json.loads((run_dir / "manifest.json").read_text())["config"]["target"]["path"])
+
+
+def _signal_after(run_dir: Path, step: int, signals: list[int]) -> threading.Thread:
+    def send() -> None:
+        path = run_dir / "metrics.jsonl"
+        while not (path.exists() and f'"step":{step},'.encode() in path.read_bytes()):
+            time.sleep(0.01)
+        for number in signals:
+            os.kill(os.getpid(), number)
+            time.sleep(0.02)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGINT, signal.SIGINT]])
+def test_signals_stop_with_a_checkpoint_and_resume_ends_the_same(
+    make_run: MakeRun, signals: list[int]
+) -> None:
+    steps: dict[str, Any] = {"max_steps": 300, "epochs": 500.0}
+    straight = make_run("straight", optim=steps, run={"checkpoint_every_steps": 300})
+    _train(straight)
+    run_dir = make_run("stopped", optim=steps, run={"checkpoint_every_steps": 1000})
+    sender = _signal_after(run_dir, 5, signals)
+    assert _train(run_dir) is TrainerExit.STOPPED
+    sender.join()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    (saved,) = _events(run_dir, "checkpoint")
+    assert 5 <= saved["step"] < 300
+    assert _events(run_dir, "finished")[-1]["state"] == "stopped"
+    assert _train(run_dir, resume=True) is TrainerExit.FINISHED
+    first, second = _masters(straight, 300), _masters(run_dir, 300)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert [e["step"] for e in _events(run_dir, "step")] == list(range(1, 301))
+    sums = [_events(r, "step")[-1]["tokens_total"] for r in (straight, run_dir)]
+    assert sums[0] == sums[1]
+
+
+def test_started_run_with_checkpoints_is_not_started_over(make_run: MakeRun) -> None:
+    run_dir = make_run()
+    _train(run_dir)
+    with pytest.raises(ConfigError, match=r"holds step_00000012; go on from it with --resume"):
+        Session(run_dir, resume=False)
+    assert _train(run_dir, resume=True) is TrainerExit.FINISHED
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "told"),
+    [
+        ("draft", {"mask_token_id": 44}, "mask_token_id was 43, now 44"),
+        ("draft", {"target_layer_ids": [1, 2]}, r"target_layer_ids was \[1, 3\], now \[1, 2\]"),
+        ("draft", {"block_size": 3}, "block_size was 4, now 3"),
+    ],
+)
+def test_resume_refuses_a_changed_draft(
+    make_run: MakeRun, section: str, values: dict[str, Any], told: str
+) -> None:
+    run_dir = make_run()
+    _train(run_dir)
+    _rewrite(run_dir, lambda m: m["config"][section].update(values))
+    with pytest.raises(CheckpointError, match=told):
+        _train(run_dir, resume=True)
+
+
+def test_changed_data_file_is_refused(make_run: MakeRun, tmp_path: Path) -> None:
+    run_dir = make_run()
+    other = tmp_path / "other.jsonl"
+    config = json.loads((run_dir / "manifest.json").read_text())["config"]
+    lines = Path(config["data"]["path"]).read_text().splitlines()
+    other.write_text("\n".join(lines[:-1]) + "\n")
+    _rewrite(run_dir, lambda m: m["config"]["data"].update(path=str(other)))
+    with pytest.raises(DataError, match="has changed since the launch"):
+        _train(run_dir)
+
+
+def test_resume_refuses_other_data_even_when_the_manifest_says_it(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
+    run_dir = make_run()
+    _train(run_dir)
+    other = tmp_path / "other.jsonl"
+    config = json.loads((run_dir / "manifest.json").read_text())["config"]
+    other.write_bytes(Path(config["data"]["path"]).read_bytes() + b"\n")
+    digest = hashlib.sha256(other.read_bytes()).hexdigest()
+
+    def change(manifest: dict[str, Any]) -> None:
+        manifest["config"]["data"]["path"] = str(other)
+        manifest["dataset_sha256"] = digest
+
+    _rewrite(run_dir, change)
+    with pytest.raises(CheckpointError, match="dataset_sha256 was"):
+        _train(run_dir, resume=True)
+
+
+def test_changed_rate_is_told_and_taken(make_run: MakeRun) -> None:
+    run_dir = make_run()
+    _train(run_dir)
+    _rewrite(run_dir, lambda m: m["config"]["run"].update(log_every_steps=2))
+    assert _train(run_dir, resume=True) is TrainerExit.FINISHED
+    warnings = [event["text"] for event in _events(run_dir, "warning")]
+    assert warnings == ["the configuration differs from that of the checkpoint"]
+
+
+def test_damaged_checkpoint_is_skipped_named_and_the_one_before_is_taken(
+    make_run: MakeRun,
+) -> None:
+    run_dir = make_run()
+    _train(run_dir)
+    expected = _masters(run_dir, 12)
+    (run_dir / "checkpoints" / "step_00000012" / "COMPLETE.json").unlink()
+    assert _train(run_dir, resume=True) is TrainerExit.FINISHED
+    assert [event["text"] for event in _events(run_dir, "warning")] == [
+        "checkpoint step_00000012 skipped: no COMPLETE.json: the writer was stopped"
+    ]
+    resumed = [e["step"] for e in _events(run_dir, "phase") if e["phase"] == "resume"]
+    assert resumed == [8]
+    again = _masters(run_dir, 12)
+    assert all(torch.equal(expected[name], again[name]) for name in expected)
+
+
+def test_resume_without_a_checkpoint_starts_over_and_says_so(make_run: MakeRun) -> None:
+    run_dir = make_run()
+    assert _train(run_dir, resume=True) is TrainerExit.FINISHED
+    texts = [event["text"] for event in _events(run_dir, "warning")]
+    assert texts == ["no complete checkpoint; starting from step 0"]
+
+
+def test_cuda_that_is_not_there_is_an_error_and_never_the_cpu(make_run: MakeRun) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    run_dir = make_run(run={"device": "cuda"})
+    with pytest.raises(ConfigError, match=r"set run\.device to cpu"):
+        Session(run_dir, resume=False)
+    _rewrite(run_dir, lambda m: [g.update(uuid="GPU-1", index=0) for g in m["gpus"]])
+    with pytest.raises(ConfigError, match="sees no usable GPU"):
+        Session(run_dir, resume=False)
+
+
+def test_compile_on_with_the_cpu_is_refused(make_run: MakeRun) -> None:
+    run_dir = make_run(compile={"mode": "on"})
+    with pytest.raises(ConfigError, match=r"compile\.mode: on needs run\.device cuda"):
+        Session(run_dir, resume=False)
+
+
+def test_role_without_a_device_is_refused(make_run: MakeRun) -> None:
+    run_dir = make_run(drafters=0)
+    with pytest.raises(ConfigError, match="no device in the role drafter"):
+        Session(run_dir, resume=False)
+
+
+def test_directory_without_a_manifest_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match="is this a run directory"):
+        Session(tmp_path, resume=False)
+
+
+def test_too_little_data_for_a_step_is_an_error(make_run: MakeRun) -> None:
+    run_dir = make_run(optim={"grad_accumulation": 1000, "epochs": 1.0})
+    with pytest.raises(DataError, match="less than one step of 1 drafters x 1000"):
+        _train(run_dir)
+
+
+def test_loss_that_is_not_finite_ends_the_run_and_names_the_thread(make_run: MakeRun) -> None:
+    run_dir = make_run(optim={"lr": 1e30, "clip_norm": 1e30})
+    with pytest.raises(WorkerError, match=r"thread drafter-0: NonFiniteError: step \d+"):
+        _train(run_dir)

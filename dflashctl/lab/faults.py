@@ -102,7 +102,7 @@ def _find(name: str) -> Fault:
     if name not in FAULTS:
         raise LabError(
             f"unknown fault {name!r}; known are none, {', '.join(FAULTS)}",
-            hint="dflashctl lab fault --help",
+            hint="dflashctl lab fault",
         )
     return FAULTS[name]
 

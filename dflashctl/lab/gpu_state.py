@@ -32,7 +32,7 @@ def set_gpu_state(site: SiteState, host: str, value: str) -> None:
         raise LabError(
             f"found {value!r}, expected {', '.join(WHOLE)}, or {single} with N below {count}",
             place=host,
-            hint="dflashctl lab fault --help",
+            hint="dflashctl lab fault",
         )
     state = read_json(path) or fresh_gpu_state(count)
     state["gpus"][int(index)].update(SINGLE[kind])

@@ -8,23 +8,24 @@ from pathlib import Path
 
 import pytest
 
+from dflashctl.lab.__main__ import main
 from dflashctl.lab.site import Lab
 
-Run = Callable[..., subprocess.CompletedProcess[str]]
+Run = Callable[..., tuple[int, str, str]]
 ROOT = Path(__file__).parents[2]
 
 
+def arguments(*argv: str | Path) -> list[str]:
+    return [*map(str, argv)]
+
+
 @pytest.fixture
-def run() -> Run:
-    def command(*argv: str | Path) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "dflashctl.lab", *map(str, argv)],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=25,
-        )
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """run(*argv) -> exit status, stdout, stderr."""
+
+    def command(*argv: str | Path) -> tuple[int, str, str]:
+        status = main(arguments(*argv))
+        return status, *capsys.readouterr()
 
     return command
 
@@ -39,44 +40,55 @@ def state(lab_site: Lab) -> Iterator[Path]:
 
 
 @pytest.mark.lab
-def test_up_status_hosts_fault_run_and_down(run: Run, state: Path) -> None:
+def test_up_status_hosts_fault_and_down(run: Run, state: Path) -> None:
     up = run("--state", state, "up", "--workspace", "100m", "--python", sys.executable)
-    assert up.stdout.startswith("up in "), up.stderr
-    assert f"ssh -F {state}/ssh_config kpro6 pct list" in up.stdout
-    status = run("--state", state, "status").stdout.splitlines()
+    assert up[0] == 0
+    assert up[1].startswith("up in ")
+    assert f"ssh -F {state}/ssh_config kpro6 pct list" in up[1]
+    status = run("--state", state, "status")[1].splitlines()
     assert status[0] == "up"
     assert "containers 200 running, 201 stopped; faults none" in status[1]
-    assert "identity_file" in run("--state", state, "hosts").stdout
-    assert run("--state", state, "fault", "kpro6", "banner", "hi").returncode == 0
-    assert "faults banner hi" in run("--state", state, "status").stdout
-    ssh = ["ssh", "-F", f"{state}/ssh_config.lan", "kpro7", "hostname; exit 3"]
-    there = run("--state", state, "run", "--", *ssh)
-    assert (there.returncode, there.stdout) == (3, "kpro7\n")
-    assert run("--state", state, "down").returncode == 0
-    assert run("--state", state, "status").stdout == "down\n"
+    assert "identity_file" in run("--state", state, "hosts")[1]
+    assert run("--state", state, "fault", "kpro6", "banner", "hi") == (0, "", "")
+    assert "faults banner hi" in run("--state", state, "status")[1]
+    assert run("--state", state, "down") == (0, "", "")
+    assert run("--state", state, "status") == (0, "down\n", "")
+
+
+@pytest.mark.lab
+def test_run_has_the_terminal_and_the_exit_status_of_its_command(lab_site: Lab) -> None:
+    ssh = ["ssh", "-F", lab_site.lan_ssh_config, "kpro7", "cat; exit 3"]
+    argv = arguments("-m", "dflashctl.lab", "--state", lab_site.state, "run", "--", *ssh)
+    command = [sys.executable, *argv]
+    done = subprocess.run(
+        command, cwd=ROOT, input=b"typed", capture_output=True, check=False, timeout=25
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (3, b"typed", b"")
 
 
 @pytest.mark.lab
 def test_a_site_file_is_read_and_its_errors_name_it(run: Run, state: Path, tmp_path: Path) -> None:
     site = tmp_path / "site.json"
     site.write_text('{"hosts": {"one": {"ip": "10.1.2.9"}}}')
-    assert run("--state", state, "up", "--site", site).returncode == 0
-    assert "one: 127.0.0.1:" in run("--state", state, "status").stdout
+    assert run("--state", state, "up", "--site", site, "--expose", tmp_path)[0] == 0
+    assert "one: 127.0.0.1:" in run("--state", state, "status")[1]
     site.write_text('{"hosts": {"one": {"ip": "10.1.2.9", "gpu": 1}}}')
-    done = run("--state", state, "up", "--site", site)
-    assert done.returncode == 1
-    assert done.stderr.startswith(f"error[lab]: {site}: hosts.one: unknown key 'gpu'")
+    status, _, error = run("--state", state, "up", "--site", site)
+    assert status == 1
+    assert error.startswith(f"error[lab]: {site}: hosts.one: unknown key 'gpu'")
 
 
 def test_an_error_is_one_line_and_the_next_command_never_a_traceback(
     run: Run, tmp_path: Path
 ) -> None:
-    done = run("--state", tmp_path, "fault", "kpro6", "latency", "0,1")
-    assert done.returncode == 1
-    assert done.stderr == (
-        f"error[lab]: there is no lab in {tmp_path}\n  next: dflashctl lab up --state {tmp_path}\n"
+    assert run("--state", tmp_path, "fault", "kpro6", "latency", "0,1") == (
+        1,
+        "",
+        f"error[lab]: there is no lab in {tmp_path}\n  next: dflashctl lab up --state {tmp_path}\n",
     )
 
 
-def test_the_help_of_fault_lists_the_faults(run: Run) -> None:
-    assert "disk_full VMID" in run("fault", "--help").stdout
+def test_the_help_of_fault_lists_the_faults(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["fault", "--help"])
+    assert "disk_full VMID" in capsys.readouterr().out

@@ -1,8 +1,8 @@
 """`dflashctl demo`: the whole road on this machine, every step a command a user could type.
 
-It brings up the look-alike Proxmox site (or, where root or LXC is missing, uses this machine through
-the `local` backend), trains a drafter for SmolLM2-135M-Instruct in a container, stops and resumes it
-once, and ends with the acceptance length measured by real decoding on held-out prompts.
+It brings up the look-alike Proxmox site (or, where root or LXC is missing, uses this machine
+through the `local` backend), trains a drafter for SmolLM2-135M-Instruct in a container, stops and
+resumes it once, and ends with the acceptance length measured by real decoding on held-out prompts.
 """
 
 import importlib.util
@@ -25,7 +25,7 @@ from dflashctl.lab.spec import ContainerSpec, HostSpec, SiteSpec
 from trainer.contract.layout import next_tag
 
 _MODEL_MOUNT = "/models/smollm2"
-_WORKSPACE_SIZE = "5g"
+_WORKSPACE_SIZE = "2g"
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,7 @@ def _site(options: DemoOptions, model: Path) -> Iterator[DemoSite]:
         )
     if options.backend == "local" or missing:
         if missing:
-            _say(
-                f"   no look-alike site here (missing: {', '.join(missing)}): using the local backend"
-            )
+            _say(f"   no look-alike site here ({'; '.join(missing)}): using the local backend")
         yield _local_site(options.state, model)
         return
     lab = Lab(options.state / "lab")
@@ -175,7 +173,7 @@ class _Road:
         ]
 
     def travel(self) -> tuple[str, Path, dict[str, Any]]:
-        """Deploy, warm up, launch, stop, resume, evaluate, pull; return tag, directory, evaluation."""
+        """Take every step; return the tag, its directory here and the evaluation."""
         tag, prompts = self._tag, f"{self._site.workspace}/data/heldout.jsonl"
         train = ["--train", str(self._data / "train.yaml"), *self._settings()]
         _say("3. deploy the trainer and send the data")

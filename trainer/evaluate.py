@@ -175,9 +175,8 @@ def evaluate(
         if progress is not None:
             progress("decoding", number + 1, len(prompts))
     roundings = NEAR_TIE_ROUNDINGS * torch.finfo(target.dtype).eps
-    found = [
-        _difference(i, p, f, roundings) for i, (p, f) in enumerate(zip(plain, fast, strict=True))
-    ]
+    pairs = enumerate(zip(plain, fast, strict=True))
+    found = [first_difference(i, p, f, roundings) for i, (p, f) in pairs]
     accepted = [a for f in fast for a in f.accepted]
     size = draft.config.block_size
     emitted, calls = [sum(f.emitted) for f in fast], [len(f.emitted) for f in fast]
@@ -309,7 +308,13 @@ class _Verifier:
             self._target.verify(ids[:, :count], self._cache, 1)
 
 
-def _difference(number: int, plain: Decoded, fast: Decoded, roundings: float) -> Difference | None:
+def first_difference(
+    number: int, plain: Decoded, fast: Decoded, roundings: float
+) -> Difference | None:
+    """Return where two answers first differ, None when they are equal.
+
+    ``roundings``: relative gap of the two best plain logits up to which it is a near tie.
+    """
     if plain.tokens == fast.tokens:
         return None
     shared = min(len(plain.tokens), len(fast.tokens))

@@ -52,44 +52,53 @@ for _module in (act, observe, site):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit status; nothing but --debug shows a traceback."""
     argv = list(sys.argv[1:] if arguments is None else arguments)
-    as_json, debug = "--json" in argv, "--debug" in argv
+    debug = "--debug" in argv
     try:
         result = app(args=argv, prog_name="dflashctl", standalone_mode=False)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
-    except (DflashctlError, ContractError) as error:
-        if debug:
-            sys.excepthook(*sys.exc_info())
-        shown = UsageError(str(error)) if isinstance(error, ContractError) else error
-        show_failure(shown, as_json=as_json)
-        return int(shown.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         sys.stderr.write("interrupted\n")
         return int(ExitCode.INTERRUPTED)
+    except SystemExit as ending:
+        # Completion ends so; and typer itself, with 1, when `| head` has closed the pipe.
+        if isinstance(ending.__context__, BrokenPipeError):
+            return _reader_left()
+        return ending.code if isinstance(ending.code, int) else 1
     except BrokenPipeError:
-        # `| head` closed the pipe; Python would complain again when it flushes at exit.
-        sys.stdout = open("/dev/null", "w")  # noqa: PTH123, SIM115
-        return 0
-    except Exception as error:
+        return _reader_left()
+    except Exception as error:  # noqa: BLE001 - a user sees one line, whatever it is
         if type(error).__name__ == "NoArgsIsHelpError":
             sys.stderr.write(f"{error}\n")
             return int(ExitCode.USAGE)
-        if isinstance(error, _CLICK_ERROR):
-            show_failure(_usage(error), as_json=as_json)
-            return int(ExitCode.USAGE)
-        if debug:
-            raise
-        unexpected = DflashctlError(
-            f"unexpected {type(error).__name__}: {error}",
-            hint=f"the traceback is in {save_trace(error)}; --debug shows it",
-            code="bug",
-        )
-        show_failure(unexpected, as_json=as_json)
-        return 1
+        shown = _as_dflashctl_error(error)
+        if debug and not isinstance(error, _CLICK_ERROR):
+            sys.excepthook(*sys.exc_info())
+        show_failure(shown, as_json="--json" in argv)
+        return int(shown.exit_code)
 
 
-def _usage(error: Exception) -> DflashctlError:
-    context = getattr(error, "ctx", None)
-    path = context.command_path if context else "dflashctl"
-    text = error.format_message() if hasattr(error, "format_message") else str(error)
-    return UsageError(text, hint=f"{path} --help")
+def _reader_left() -> int:
+    """Return success quietly; Python would complain when it flushes the closed pipe at exit."""
+    sys.stdout = open("/dev/null", "w")  # noqa: PTH123, SIM115
+    return 0
+
+
+def _as_dflashctl_error(error: Exception) -> DflashctlError:
+    """Return the error in the words that a user can act on."""
+    if isinstance(error, DflashctlError):
+        return error
+    if isinstance(error, ContractError):
+        return UsageError(str(error))
+    if isinstance(error, _CLICK_ERROR):
+        context = getattr(error, "ctx", None)
+        path = context.command_path if context else "dflashctl"
+        text = error.format_message() if hasattr(error, "format_message") else str(error)
+        return UsageError(text, hint=f"{path} --help")
+    if isinstance(error, OSError) and error.filename is not None:
+        return DflashctlError(error.strerror or str(error), place=str(error.filename), code="file")
+    return DflashctlError(
+        f"unexpected {type(error).__name__}: {error}",
+        hint=f"the traceback is in {save_trace(error)}; --debug shows it",
+        code="bug",
+    )

@@ -230,9 +230,8 @@ def evaluate(  # noqa: PLR0913 - the options of a verb are its parameters
     tag: Tag,
     *,
     prompts: Annotated[
-        list[str] | None,
-        typer.Option("--prompts", metavar="FILE", help="chats, here or there; repeatable"),
-    ] = None,
+        str, typer.Option("--prompts", metavar="FILE", help="JSONL of chats, here or there")
+    ],
     num_prompts: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="decode only the first N")
     ] = None,
@@ -260,7 +259,7 @@ def evaluate(  # noqa: PLR0913 - the options of a verb are its parameters
     }
     words = [str(w) for pair in given.items() if pair[1] is not None for w in pair]
     with _ways(options, options.place_of(tag)) as ways:
-        result = run(ways, EvaluateRequest(tag, prompts or [], words), _to_stderr)
+        result = run(ways, EvaluateRequest(tag, prompts, words), _to_stderr)
     _show(options, result, evaluate_text(result))
     _tell_trips(options, result.round_trips)
 

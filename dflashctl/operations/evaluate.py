@@ -26,10 +26,10 @@ class EvaluateResult:
 
 @dataclass(frozen=True)
 class EvaluateRequest:
-    """prompts: local files or container paths; options: further words for the trainer."""
+    """prompts: a local file or a container path; options: further words for the trainer."""
 
     tag: str
-    prompts: Sequence[str]
+    prompts: str
     options: Sequence[str] = ()
 
 
@@ -48,9 +48,8 @@ def evaluate(
         )
     require_free_again(ways, manifest)
     layout = Workspace.at(manifest.workspace).run(request.tag)
-    argv = ["evaluate", "--run-dir", str(layout.root)]
-    for name in request.prompts:
-        argv += ["--prompts", _prompt_path(ways.inside, layout, name)]
+    prompts = _prompt_path(ways.inside, layout, request.prompts)
+    argv = ["evaluate", "--run-dir", str(layout.root), "--prompts", prompts]
     command = TrainerCommand(str(layout.root), [*argv, *request.options])
     run_trainer(ways.inside, command, on_output)
     data = read_remote_file(ways.inside, str(layout.evaluation))

@@ -25,12 +25,13 @@ _TAG = "warmup"
 
 @dataclass(frozen=True)
 class WarmupResult:
-    """What the trainer reported; ``devices`` holds one object for each drafter device."""
+    """What the trainer reported; ``devices`` has one object for each drafter device."""
 
     place: str
     release: str
     cache_dir: str
     devices: tuple[dict[str, Any], ...]
+    notes: tuple[str, ...]
     round_trips: int
 
 
@@ -66,27 +67,35 @@ def warm_up(
         place=ways.place.label,
         release=code.digest,
         cache_dir=manifest.cache_dir,
-        devices=tuple(reports.found),
+        devices=tuple(reports.devices),
+        notes=tuple(reports.notes),
         round_trips=ways.round_trips,
     )
 
 
 class _Reports:
-    """Keeps the JSON lines of the trainer, and passes the other lines on."""
+    """Keeps the trainer's JSON reports by kind, and passes every other line on."""
 
     def __init__(self, on_output: Callable[[bytes], None]) -> None:
-        self.found: list[dict[str, Any]] = []
+        self.devices: list[dict[str, Any]] = []
+        self.notes: list[str] = []
         self._on_output = on_output
         self._rest = b""
 
     def feed(self, data: bytes) -> None:
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
-            try:
-                report = json.loads(line)
-            except ValueError:
-                report = None
-            if isinstance(report, dict):
-                self.found.append(report)
-            else:
-                self._on_output(line + b"\n")
+            self._take(line)
+
+    def _take(self, line: bytes) -> None:
+        try:
+            report = json.loads(line)
+        except ValueError:
+            report = None
+        kind = report.pop("kind", None) if isinstance(report, dict) else None
+        if kind == "warmup":
+            self.devices.append(report)
+        elif kind == "warmup_note":
+            self.notes.append(str(report.get("text", "")))
+        if kind in (None, "warmup", "warmup_loaded"):
+            self._on_output(line + b"\n")

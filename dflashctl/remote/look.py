@@ -34,7 +34,7 @@ def alive(process: dict[str, Any] | None) -> bool:
     except OSError:
         return False
     fields = text[text.rindex(")") + 2 :].split()
-    same = int(fields[19]) == process["start_ticks"] and boot == process["boot_id"]
+    same = int(fields[19]) == process["trainer_start_ticks"] and boot == process["boot_id"]
     return same and fields[0] not in "ZX"
 
 

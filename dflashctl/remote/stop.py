@@ -5,6 +5,7 @@ boot are those of process.json. Prints a JSON line at each step and every two se
 says what was proven: ``signal`` that worked, ``exit`` record, ``session_gone``, ``ended_before``.
 """
 
+import fcntl
 import json
 import os
 import shutil
@@ -39,8 +40,20 @@ def alive(process: dict[str, Any]) -> bool:
     except OSError:
         return False
     fields = text[text.rindex(")") + 2 :].split()
-    same = int(fields[19]) == process["start_ticks"] and boot == process["boot_id"]
+    same = int(fields[19]) == process["trainer_start_ticks"] and boot == process["boot_id"]
     return same and fields[0] not in "ZX"
+
+
+def locked(path: Path) -> bool:
+    """Say whether a living runner or trainer holds the run's lock."""
+    try:
+        with path.open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
 
 
 def say(**values: Any) -> None:
@@ -102,6 +115,8 @@ def main(arguments: dict[str, Any]) -> dict[str, Any]:
         text = f"there is no run {arguments['tag']} in the container"
         return {"error": {"kind": "usage", "message": text, "hint": "dflashctl runs list"}}
     process, ended = read_json(run_dir / "process.json"), read_json(run_dir / "exit.json")
+    if process is None and ended is None and locked(run_dir / "run.lock"):
+        process = wait_for(run_dir / "process.json")  # it is just being started
     if process is None or ended is not None or not alive(process):
         gone = session_gone(arguments["socket"], arguments["tag"])
         return {"ended_before": True, "signal": None, "exit": ended, "session_gone": gone}

@@ -151,7 +151,7 @@ def stop_text(result: StopResult) -> str:
         head = f"{result.tag} still lives after SIGKILL (a process in state D?)"
     else:
         head = f"{result.tag} ended by {result.signal}: {record.get('state', 'no exit record')}"
-    released = {True: "released", False: "STILL HELD", None: "not told by the driver"}
+    released = {True: "released", False: "STILL HELD", None: "none visible"}
     lines = [
         head,
         f"  last step        {record.get('last_step')}",
@@ -166,8 +166,9 @@ def warmup_text(result: WarmupResult) -> str:
     """Return seconds and compiles of each drafter device."""
     lines = [f"{result.place}  warm: release {result.release[:12]}, cache {result.cache_dir}"]
     for report in result.devices:
-        facts = [f"{key} {value}" for key, value in report.items() if key != "device"]
-        lines.append(f"  {report.get('device', '')}  {', '.join(facts)}")
+        seconds, compiles = report.get("warmup_s"), report.get("num_compiles")
+        lines.append(f"  {report.get('device', '?')}  {seconds} s  {compiles} compiles")
+    lines += [f"  {note}" for note in result.notes]
     return "\n".join(lines) + "\n"
 
 

@@ -1,0 +1,140 @@
+"""A project on the local backend with a workspace of its own, and the real command line as process.
+
+The trainer that gets deployed is the real package with stand_in_main.py as its __main__: contract
+and runner are the real ones, a step takes 20 ms and needs no torch.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dflashctl
+import trainer
+
+REPOSITORY = Path(dflashctl.__file__).resolve().parents[1]
+HOSTS = """\
+version: 1
+hosts:
+  here:
+    backend: local
+    containers:
+      self:
+        workspace: {workspace}
+        python: {python}
+        gpus: {{target: [cpu], drafter: [cpu]}}
+"""
+TRAIN = """\
+target: {{path: {target}}}
+data: {{path: {data}, max_length: 64, token_budget: 64}}
+draft: {{mask_token_id: 1, block_size: 8}}
+optim: {{max_steps: 100000}}
+run: {{checkpoint_every_steps: 10}}
+"""
+
+
+@pytest.fixture(scope="session")
+def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory with a ``trainer`` package that needs no torch."""
+    root = tmp_path_factory.mktemp("stand-in")
+    source = Path(trainer.__file__).parent
+    package = root / "trainer"
+    package.mkdir()
+    for name in ("__init__.py", "runner.py", "errors.py", "requirements.txt"):
+        shutil.copy(source / name, package)
+    shutil.copytree(
+        source / "contract", package / "contract", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    shutil.copy(Path(__file__).parent / "stand_in_main.py", package / "__main__.py")
+    return root
+
+
+@dataclass
+class Project:
+    """A directory with hosts.yaml and train.yaml, and dflashctl as a process in it."""
+
+    root: Path
+    workspace: str
+    code: Path
+    place: str = "here/self"
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def popen(self, *arguments: str, **extra: Any) -> subprocess.Popen[str]:
+        environment = os.environ | {"PYTHONPATH": f"{self.code}:{REPOSITORY}"} | self.environment
+        argv = [sys.executable, "-m", "dflashctl", *arguments]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | extra
+        return subprocess.Popen(
+            argv, cwd=self.root, env=environment, text=True, stdin=subprocess.DEVNULL, **pipes
+        )
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        process = self.popen(*arguments)
+        try:
+            out, err = process.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def document(self, *arguments: str) -> dict[str, Any]:
+        done = self.run("--json", *arguments)
+        document: dict[str, Any] = json.loads(done.stdout)
+        return document | {"rc": done.returncode}
+
+    def run_dir(self, tag: str) -> Path:
+        return Path(self.workspace) / "runs" / tag
+
+    def exit_record(self, tag: str) -> dict[str, Any]:
+        record: dict[str, Any] = json.loads((self.run_dir(tag) / "exit.json").read_text())
+        return record
+
+
+def write_project(root: Path, workspace: str, hosts: str) -> None:
+    """Write hosts.yaml, train.yaml, and target and data into the workspace."""
+    (root / "hosts.yaml").write_text(hosts)
+    target, data = f"{workspace}/target", f"{workspace}/chats.jsonl"
+    (root / "train.yaml").write_text(TRAIN.format(target=target, data=data))
+
+
+@pytest.fixture
+def project(tmp_path: Path, stand_in: Path) -> Iterator[Project]:
+    """A project whose container is this machine itself, with two CPU roles."""
+    # Short, unlike tmp_path: the runs' tmux sockets live below it.
+    workspace = Path(tempfile.mkdtemp(prefix="ws-"))
+    (workspace / "target").mkdir()
+    (workspace / "target" / "config.json").write_text('{"model_type": "none"}')
+    (workspace / "target" / "model.safetensors").write_bytes(b"\0" * 64)
+    (workspace / "chats.jsonl").write_text('{"messages": []}\n')
+    hosts = HOSTS.format(workspace=workspace, python=sys.executable)
+    write_project(tmp_path, str(workspace), hosts)
+    try:
+        yield Project(tmp_path, str(workspace), stand_in)
+    finally:
+        end_runs(workspace)
+        shutil.rmtree(workspace)
+
+
+def names(directory: str | Path) -> list[str]:
+    """Return the names in a directory, sorted."""
+    return sorted(path.name for path in Path(directory).iterdir())
+
+
+def end_runs(workspace: Path) -> None:
+    """End what a failed test left running in its own workspace."""
+    for path in workspace.glob("runs/*/process.json"):
+        record = json.loads(path.read_text())
+        if (path.parent / "exit.json").exists():
+            continue
+        for pid in (record["runner_pid"], record["trainer_pid"]):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)

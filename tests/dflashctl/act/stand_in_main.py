@@ -1,0 +1,84 @@
+"""A trainer without torch, for tests of everything around one: events, checkpoints, signals.
+
+It takes the place of trainer/__main__.py in a copy of the package; contract and runner are the
+real ones. Every step takes 20 ms; SIGINT and SIGTERM write a checkpoint and exit 10.
+"""
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from trainer.contract.completion import COMPLETE, describe, latest_complete, step_directory, step_of
+from trainer.contract.events import EventWriter
+from trainer.contract.exit_record import TrainerExit
+from trainer.contract.manifest import Manifest
+
+STEP_S = 0.02
+stop_asked: list[int] = []
+
+
+def save(run_dir: Path, step: int) -> None:
+    partial = run_dir / "checkpoints" / f"{step_directory(step)}.partial"
+    partial.mkdir(parents=True, exist_ok=True)
+    (partial / "state.json").write_text(json.dumps({"step": step}))
+    (partial / COMPLETE).write_text(describe(partial, ["state.json"]))
+    partial.rename(partial.with_suffix(""))
+
+
+def train(run_dir: Path, *, resume: bool) -> int:
+    manifest = Manifest.from_json((run_dir / "manifest.json").read_text())
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda n, _frame: stop_asked.append(n))
+    config, step = manifest.config, 0
+    if resume:
+        path, _skipped = latest_complete(run_dir / "checkpoints")
+        step = step_of(path.name) if path else 0
+    events = EventWriter(run_dir / "metrics.jsonl", manifest.run_id)
+    events.write("phase", phase="train", cuda=os.environ["CUDA_VISIBLE_DEVICES"], resumed_at=step)
+    print(f"training from step {step} with seed {manifest.seed}", flush=True)
+    if config["optim"]["lr"] == 99.0:
+        sys.exit("error: lr 99 explodes")
+    while step < config["optim"]["max_steps"]:
+        step += 1
+        time.sleep(STEP_S)
+        events.write("step", step=step, loss=1.0 / step)
+        if step % config["run"]["checkpoint_every_steps"] == 0:
+            save(run_dir, step)
+        if stop_asked and manifest.seed != 13:
+            save(run_dir, step)
+            return TrainerExit.STOPPED
+    save(run_dir, step)
+    events.write("finished", step=step)
+    return TrainerExit.FINISHED
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("verb")
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--prompts", type=Path)
+    parser.add_argument("--num-prompts", type=int)
+    args = parser.parse_args()
+    if args.verb == "train":
+        return train(args.run_dir, resume=args.resume)
+    if args.verb == "warmup":
+        print("warming up", flush=True)
+        report = {"kind": "warmup", "device": "cpu", "warmup_s": 0.5, "num_compiles": 3}
+        print(json.dumps(report), flush=True)
+        return 0
+    if args.verb == "evaluate":
+        seen, count = args.prompts.read_text(), args.num_prompts
+        result = {"acceptance_length": 1.5, "lossless": True, "seen": seen, "num_prompts": count}
+        (args.run_dir / "evaluation.json").write_text(json.dumps(result))
+        print("evaluated", flush=True)
+        return 0
+    sys.exit(f"error: {args.verb} fails here on purpose")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

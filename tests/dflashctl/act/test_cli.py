@@ -1,0 +1,183 @@
+"""The command line as a process: start-up, options, exit codes, errors, JSON."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from dflashctl.cli import app
+from tests.dflashctl.act.conftest import REPOSITORY, Project
+
+HEAVY = ("torch", "transformers", "paramiko", "fabric", "numpy", "pydantic", "rich", "yaml")
+REPORT = """
+import sys
+from dflashctl.cli import main
+rc = main(sys.argv[1:])
+loaded = sorted({name.split(".")[0] for name in sys.modules} & set(%r))
+sys.stderr.write(f"loaded {loaded} rc {rc}")
+"""
+
+
+def verbs() -> list[list[str]]:
+    group = typer.main.get_command(app)
+    found: list[list[str]] = [[]]
+    for name, command in group.commands.items():
+        found.append([name])
+        found += [[name, inner] for inner in getattr(command, "commands", {})]
+    return found
+
+
+@pytest.mark.parametrize("verb", verbs(), ids=lambda verb: " ".join(verb) or "dflashctl")
+def test_help_of_every_verb_loads_nothing_heavy(verb: list[str]) -> None:
+    argv = [sys.executable, "-c", REPORT % (HEAVY,), *verb, "--help"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("Usage: ")
+    assert done.stderr == "loaded [] rc 0"
+
+
+def test_help_costs_at_most_200_ms_of_cpu() -> None:
+    argv = [sys.executable, "-m", "dflashctl", "--help"]
+    subprocess.run(argv, capture_output=True, check=True)  # writes the bytecode
+    costs = []
+    for _ in range(5):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run(argv, capture_output=True, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        costs.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(costs) <= 0.2
+
+
+def test_completion_offers_the_verbs() -> None:
+    environment = os.environ | {
+        "_DFLASHCTL_COMPLETE": "complete_bash",
+        "COMP_WORDS": "dflashctl la",
+        "COMP_CWORD": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", "from dflashctl.cli import main; main()"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.split() == ["launch", "lab"]
+
+
+def test_global_options_work_before_and_after_the_verb(project: Project) -> None:
+    other = project.root / "other.yaml"
+    (project.root / "hosts.yaml").rename(other)
+    for arguments in (
+        ("--config", "other.yaml", "--json", "deploy", "--dry-run"),
+        ("deploy", "--dry-run", "--json", "--config", "other.yaml"),
+        ("--json", "deploy", "--config", "other.yaml", "--dry-run", "--host", "here"),
+    ):
+        done = project.run(*arguments)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["places"][0]["place"] == "here/self"
+    missing = project.run("deploy")
+    assert missing.returncode == 2
+    assert "dflashctl init" in missing.stderr
+
+
+def test_an_error_with_json_is_one_document_on_stdout(project: Project) -> None:
+    done = project.run("launch", "--tag", "x", "--json", "--limit", "nowhere")
+    assert done.returncode == 2
+    document = json.loads(done.stdout)
+    assert (document["schema"], document["ok"]) == (1, False)
+    error = document["error"]
+    assert set(error) == {"code", "exit_code", "message", "hint", "place"}
+    assert (error["code"], error["exit_code"]) == ("usage", 2)
+    assert "nowhere" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("lunch",), "launch"),
+        (("launch", "--nonsense"), "--nonsense"),
+        (("stop",), "TAG"),
+        (("gpus", "--watch", "0"), "--watch"),
+        (("launch", "--resume", "x", "--tag", "y"), "--resume"),
+        (("launch", "--tag", "bad.tag"), "bad.tag"),
+        (("stop", "../x"), "../x"),
+    ],
+)
+def test_a_wrong_command_line_exits_2_without_a_traceback(
+    project: Project, arguments: tuple[str, ...], words: str
+) -> None:
+    done = project.run(*arguments)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_without_a_verb_the_help_is_shown_and_the_status_is_2(project: Project) -> None:
+    done = project.run()
+    assert done.returncode == 2
+    assert "Usage: dflashctl" in done.stderr
+
+
+def test_version_is_printed(project: Project) -> None:
+    assert project.run("--version").stdout == "dflashctl 0.1.0\n"
+
+
+def test_an_unexpected_error_is_one_line_and_its_trace_a_file(project: Project) -> None:
+    broken = project.root / "broken" / "yaml"
+    broken.mkdir(parents=True)
+    (broken / "__init__.py").write_text("raise ZeroDivisionError('on purpose')\n")
+    project.code = broken.parent
+    project.environment["XDG_STATE_HOME"] = str(project.root / "state")
+    done = project.run("launch", "--tag", "x")
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "error[bug]: unexpected ZeroDivisionError: on purpose" in done.stderr
+    (trace,) = (project.root / "state" / "dflashctl").iterdir()
+    assert str(trace) in done.stderr
+    assert "Traceback" in trace.read_text()
+    assert "Traceback" in project.run("launch", "--tag", "x", "--debug").stderr
+
+
+def test_a_file_in_the_way_is_named_without_a_traceback(project: Project) -> None:
+    (project.root / "runs").write_text("")
+    done = project.run("launch", "--tag", "x")
+    assert done.returncode == 1
+    assert done.stderr.endswith("/runs/x/manifest.json: Not a directory\n")
+
+
+def test_ctrl_c_exits_130(project: Project) -> None:
+    process = project.popen("gpus", "--watch", "30")
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("HOST")
+    process.send_signal(2)
+    _out, err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+
+
+def test_a_closed_pipe_is_quiet(project: Project) -> None:
+    argv = f"{sys.executable} -m dflashctl gpus | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(
+        ["bash", "-c", argv],
+        cwd=project.root,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (done.stdout, done.stderr) == ("0\n", "")
+
+
+def test_init_writes_hosts_yaml_that_loads(tmp_path: Path, project: Project) -> None:
+    (project.root / "hosts.yaml").unlink()
+    assert project.run("init").returncode == 0
+    again = project.run("init")
+    assert again.returncode == 3
+    loaded = project.run("--limit", "nowhere", "deploy", "--dry-run")
+    assert "names no host" in loaded.stderr, "the starter parses; only the limit is wrong"
+    assert tmp_path == project.root

@@ -1,0 +1,283 @@
+"""launch, resume and stop on the local backend: real tmux, runner, signals; a stand-in trainer."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.dflashctl.act.conftest import Project, names
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 15.0) -> None:
+    limit = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < limit, "did not happen in time"
+        time.sleep(0.02)
+
+
+def steps(project: Project, tag: str) -> list[int]:
+    path = project.run_dir(tag) / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [event["step"] for event in map(json.loads, lines) if event["kind"] == "step"]
+
+
+@pytest.fixture
+def deployed(project: Project) -> Project:
+    assert project.run("deploy").returncode == 0
+    return project
+
+
+def test_launch_pins_everything_and_proves_the_run_alive(deployed: Project) -> None:
+    document = deployed.document("launch", "--tag", "fresh7", "--set", "seed=5")
+    assert document["rc"] == 0, document
+    assert document["state"] == "running"
+    assert document["event"]["kind"] in ("phase", "step")
+    manifest = json.loads((deployed.run_dir("fresh7") / "manifest.json").read_text())
+    assert manifest["seed"] == 5
+    assert manifest["release"] in names(f"{deployed.workspace}/releases")
+    assert manifest["packages"]["torch"].startswith("2.")
+    assert manifest["target_revision"].startswith("sha256:")
+    assert [gpu["role"] for gpu in manifest["gpus"]] == ["target", "drafter"]
+    recorded = json.loads((deployed.root / "runs/fresh7/manifest.json").read_text())
+    assert recorded == manifest
+    environment = deployed.run_dir("fresh7") / "environment.json"
+    assert environment.stat().st_mode & 0o777 == 0o600
+    assert names(deployed.root / "runs/fresh7") == ["manifest.json"]
+    assert deployed.run("stop", "fresh7").returncode == 0
+
+
+def test_the_same_tag_twice_exits_3_and_leaves_the_run_alone(deployed: Project) -> None:
+    assert deployed.run("launch", "--tag", "x").returncode == 0
+    again = deployed.run("launch", "--tag", "x")
+    assert again.returncode == 3
+    assert "error[tag-exists]" in again.stderr
+    assert "--resume x" in again.stderr
+    before = len(steps(deployed, "x"))
+    wait_until(lambda: len(steps(deployed, "x")) > before)
+    # Without the laptop's record, the run directory itself refuses.
+    (deployed.root / "runs/x/manifest.json").unlink()
+    unrecorded = deployed.run("launch", "--tag", "x")
+    assert unrecorded.returncode == 3
+    assert "run directory is there (running)" in unrecorded.stderr
+    assert deployed.run("-l", "here", "stop", "x").returncode == 0
+
+
+def test_stop_gets_a_checkpoint_and_resume_goes_on_from_it(deployed: Project) -> None:
+    assert deployed.run("launch", "--tag", "x").returncode == 0
+    stopped = deployed.document("stop", "x")
+    assert (stopped["rc"], stopped["signal"], stopped["gone"]) == (0, "SIGINT", True)
+    assert stopped["session_gone"] is True
+    record = deployed.exit_record("x")
+    assert (record["state"], record["rc"], record["signal"]) == ("stopped", 10, None)
+    assert record["last_checkpoint"] == f"step_{record['last_step']:08d}"
+    again = deployed.document("stop", "x")
+    assert (again["rc"], again["ended_before"]) == (0, True)
+    resumed = deployed.document("launch", "--resume", "x")
+    assert (resumed["rc"], resumed["state"], resumed["resumed"]) == (0, "running", True)
+    assert resumed["event"]["kind"] in ("phase", "step")
+    wait_until(lambda: steps(deployed, "x")[-1] > record["last_step"])
+    done = steps(deployed, "x")
+    assert done == list(range(1, len(done) + 1)), "steps are neither lost nor repeated"
+    refused = deployed.run("launch", "--resume", "x")
+    assert refused.returncode == 3
+    assert "error[running]" in refused.stderr
+    assert deployed.run("stop", "x").returncode == 0
+    assert (deployed.run_dir("x") / "exit_1.json").exists()
+
+
+def test_a_trainer_that_ignores_signals_is_killed_and_stop_says_so(deployed: Project) -> None:
+    assert deployed.run("launch", "--tag", "x", "--set", "seed=13").returncode == 0
+    process = deployed.popen("stop", "x", "--grace", "1", "--json")
+    out, err = process.communicate(timeout=25)
+    document = json.loads(out)
+    assert (process.returncode, document["signal"], document["gone"]) == (1, "SIGKILL", True)
+    assert "SIGINT sent" in err
+    assert "SIGTERM sent" in err
+    assert deployed.exit_record("x")["signal"] == signal.SIGKILL
+
+
+def test_kill_9_of_the_trainer_is_told_and_resume_uses_the_last_checkpoint(
+    deployed: Project,
+) -> None:
+    assert deployed.run("launch", "--tag", "x").returncode == 0
+    wait_until(lambda: len(steps(deployed, "x")) > 25)
+    process = json.loads((deployed.run_dir("x") / "process.json").read_text())
+    os.kill(process["trainer_pid"], signal.SIGKILL)
+    wait_until((deployed.run_dir("x") / "exit.json").exists)
+    record = deployed.exit_record("x")
+    assert (record["state"], record["signal"]) == ("killed", 9)
+    status = deployed.run("status", "x")
+    assert status.returncode == 1
+    assert "killed" in status.stdout
+    resumed = deployed.document("launch", "--resume", "x")
+    assert resumed["rc"] == 0
+    events = (deployed.run_dir("x") / "metrics.jsonl").read_text().splitlines()
+    phases = [event for event in map(json.loads, events) if event["kind"] == "phase"]
+    assert f"step_{phases[-1]['resumed_at']:08d}" == record["last_checkpoint"]
+    assert deployed.run("stop", "x").returncode == 0
+
+
+def test_a_run_that_dies_at_once_is_reported_with_its_log(deployed: Project) -> None:
+    failed = deployed.run("launch", "--tag", "x", "--set", "optim.lr=99")
+    assert failed.returncode == 1
+    assert "error[run-failed]" in failed.stderr
+    assert "lr 99 explodes" in failed.stderr
+
+
+def test_what_stands_against_a_launch_is_told_with_the_next_command(project: Project) -> None:
+    missing = project.run("launch", "--tag", "x")
+    assert missing.returncode == 3
+    assert "error[release-missing]" in missing.stderr
+    assert "dflashctl deploy" in missing.stderr
+    assert project.run("deploy").returncode == 0
+    for name in ("target/model.safetensors", "chats.jsonl"):
+        (Path(project.workspace) / name).unlink()
+    refused = project.run("launch", "--tag", "x")
+    assert refused.returncode == 3
+    assert "holds no weights" in refused.stderr
+    assert "chats.jsonl is not in the container" in refused.stderr
+    assert "dflashctl push" in refused.stderr
+    assert not (project.root / "runs").exists(), "a refused launch leaves no record"
+    assert not project.run_dir("x").exists()
+
+
+def test_a_python_without_torch_is_refused_with_deploy_env(deployed: Project) -> None:
+    hosts = (deployed.root / "hosts.yaml").read_text()
+    python = next(line for line in hosts.splitlines() if "python:" in line)
+    (deployed.root / "hosts.yaml").write_text(
+        hosts.replace(python, "        python: /usr/bin/python3")
+    )
+    refused = deployed.run("launch", "--tag", "x")
+    assert refused.returncode == 3
+    assert "lacks torch" in refused.stderr
+    assert "deploy --env" in refused.stderr
+
+
+def test_a_release_changed_in_place_is_not_launched(deployed: Project) -> None:
+    (release,) = Path(deployed.workspace, "releases").iterdir()
+    with (release / "trainer/runner.py").open("a") as stream:
+        stream.write("# changed\n")
+    refused = deployed.run("launch", "--tag", "x")
+    assert refused.returncode == 3
+    assert "runner.py is not what was deployed" in refused.stderr
+
+
+def test_resume_refuses_changed_data_with_exit_7(deployed: Project) -> None:
+    assert deployed.run("launch", "--tag", "x").returncode == 0
+    assert deployed.run("stop", "x").returncode == 0
+    with Path(deployed.workspace, "chats.jsonl").open("a") as stream:
+        stream.write("{}\n")
+    refused = deployed.run("launch", "--resume", "x")
+    assert refused.returncode == 7
+    assert "dataset_sha256" in refused.stderr
+
+
+def test_without_a_tag_the_next_of_the_series_is_proposed(deployed: Project) -> None:
+    assert deployed.run("launch", "--tag", "fresh6").returncode == 0
+    assert deployed.run("stop", "fresh6").returncode == 0
+    silent = deployed.run("launch")
+    assert silent.returncode == 2
+    assert "dflashctl launch --tag fresh7" in silent.stderr
+    accepted = deployed.document("launch", "--yes")
+    assert accepted["manifest"]["tag"] == "fresh7"
+    assert deployed.run("stop", "fresh7").returncode == 0
+
+
+def test_a_start_killed_before_its_runner_is_replaced_by_the_rerun(deployed: Project) -> None:
+    assert deployed.run("launch", "--tag", "x").returncode == 0
+    assert deployed.run("stop", "x").returncode == 0
+    # As a start leaves it that was killed between the rename and tmux: no process, no exit.
+    directory = deployed.run_dir("x")
+    for path in directory.iterdir():
+        if path.name not in ("manifest.json", "environment.json"):
+            subprocess.run(["rm", "-r", str(path)], check=True)
+    record = deployed.root / "runs/x/manifest.json"
+    record.rename(record.with_name("launching.json"))
+    (directory.parent / ".starting-y").mkdir()
+    done = deployed.document("launch", "--tag", "x")
+    assert (done["rc"], done["state"], done["adopted"]) == (0, "running", False)
+    assert not (directory.parent / ".starting-y").exists()
+    assert names(deployed.root / "runs/x") == ["manifest.json"]
+    assert deployed.run("stop", "x").returncode == 0
+
+
+def test_a_launch_whose_client_died_after_the_start_is_completed_by_the_rerun(
+    deployed: Project,
+) -> None:
+    first = deployed.document("launch", "--tag", "x")
+    record = deployed.root / "runs/x/manifest.json"
+    record.rename(record.with_name("launching.json"))
+    other = deployed.run("launch", "--tag", "x", "--set", "seed=3")
+    assert other.returncode == 3
+    assert "another configuration" in other.stderr
+    done = deployed.document("launch", "--tag", "x")
+    assert (done["rc"], done["adopted"]) == (0, True)
+    assert done["manifest"]["run_id"] == first["manifest"]["run_id"]
+    assert done["process"]["trainer_pid"] == first["process"]["trainer_pid"]
+    assert deployed.run("stop", "x").returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_sigkill_of_launch_at_any_moment_leaves_before_or_after_and_a_rerun_completes(
+    deployed: Project,
+) -> None:
+    begin = time.monotonic()
+    assert deployed.run("launch", "--tag", "warm").returncode == 0
+    whole_s = time.monotonic() - begin
+    assert deployed.run("stop", "warm").returncode == 0
+    chance = random.Random(4)
+    for number in range(8):
+        tag = f"k{number}"
+        process = deployed.popen("launch", "--tag", tag)
+        time.sleep(chance.uniform(0.3, 1.0) * whole_s)
+        process.kill()
+        process.communicate()
+        done = deployed.document("launch", "--tag", tag)
+        # After: the first command had recorded the run before it was killed.
+        complete = done["rc"] == 0 or done["error"]["code"] == "tag-exists"
+        assert complete, done
+        wait_until(lambda tag=tag: len(steps(deployed, tag)) > 1)
+        done_steps = steps(deployed, tag)
+        assert done_steps == list(range(1, len(done_steps) + 1)), "one trainer, not two"
+        assert (deployed.root / "runs" / tag / "manifest.json").exists()
+        assert deployed.run("stop", tag).returncode == 0
+    assert not list(Path(deployed.workspace, "runs").glob(".starting-*"))
+
+
+def test_evaluate_brings_local_prompts_along_and_returns_the_document(deployed: Project) -> None:
+    assert deployed.run("launch", "--tag", "x", "--set", "optim.max_steps=2").returncode == 0
+    (deployed.root / "held.jsonl").write_text("hello\n")
+    arguments = ("evaluate", "x", "--prompts", "held.jsonl", "--num-prompts", "4")
+    document = deployed.document(*arguments)
+    assert document["rc"] == 0
+    assert document["evaluation"]["seen"] == "hello\n"
+    assert document["evaluation"]["num_prompts"] == 4
+    nowhere = deployed.run("evaluate", "x", "--prompts", "nowhere.jsonl")
+    assert nowhere.returncode == 2
+    assert "nowhere.jsonl" in nowhere.stderr
+    unknown = deployed.run("-l", "here", "evaluate", "nope", "--prompts", "held.jsonl")
+    assert unknown.returncode == 2
+
+
+def test_a_failing_trainer_command_exits_1_with_its_own_words(deployed: Project) -> None:
+    assert deployed.run("launch", "--tag", "x", "--set", "optim.max_steps=2").returncode == 0
+    failed = deployed.run("export", "x")
+    assert failed.returncode == 1
+    assert "export fails here on purpose" in failed.stderr
+
+
+def test_warmup_reports_each_device_and_uses_the_cache_of_launch(deployed: Project) -> None:
+    warm = deployed.document("warmup")
+    assert warm["rc"] == 0
+    assert warm["devices"] == [{"device": "cpu", "warmup_s": 0.5, "num_compiles": 3}]
+    launched = deployed.document("launch", "--tag", "x", "--set", "optim.max_steps=2")
+    assert launched["manifest"]["cache_dir"] == warm["cache_dir"]
+    environment = json.loads((deployed.run_dir("x") / "environment.json").read_text())
+    assert environment["TORCHINDUCTOR_CACHE_DIR"].startswith(warm["cache_dir"])

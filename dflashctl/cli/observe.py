@@ -1,5 +1,6 @@
 """The verbs that look: watch, logs, status, runs list, pull."""
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -25,8 +26,6 @@ def watch(ctx: typer.Context, tag: MaybeTag = None) -> int:
 
     Ctrl-C leaves the run alone. Exit status: 0 for a run that finished or was stopped, else 1.
     """
-    import os
-
     from dflashctl.operations.watch import WatchRequest
 
     options = current(ctx)
@@ -41,6 +40,8 @@ def watch(ctx: typer.Context, tag: MaybeTag = None) -> int:
         ended = show(options, request)
     except KeyboardInterrupt:
         return _left_alone(tag)
+    except BrokenPipeError:
+        return _reader_left()
     return int(ExitCode.OK if ended.state in ("finished", "stopped") else ExitCode.FAILED)
 
 
@@ -66,6 +67,8 @@ def logs(
         ended = read_logs(request, options.connect, write, _tell)
     except KeyboardInterrupt:
         return _left_alone(tag)
+    except BrokenPipeError:
+        return _reader_left()
     if ended is not None:
         record = None if ended.record is None else vars(ended.record)
         sys.stderr.write(f"run {tag} {outcome(ended.state, record)}\n")
@@ -218,6 +221,12 @@ def _left_alone(tag: str) -> int:
         f"  look again: dflashctl watch {tag}\n  stop it:    dflashctl stop {tag}\n"
     )
     return int(ExitCode.INTERRUPTED)
+
+
+def _reader_left() -> int:
+    """End quietly after ``| head``; Python would complain again when it flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return int(ExitCode.OK)
 
 
 def _failure_exit(failures: "Sequence[PlaceFailure]", num_places: int, *, quiet: bool) -> int:

@@ -10,7 +10,7 @@ hosts:
   kpro6:
     address: root@10.1.2.6      # user@host, or a Host of your ssh_config
     # port: 22
-    # jump: admin@bastion       # as for ssh -J
+    # jump: admin@bastion       # as for ssh -J; its key and known_hosts come from ssh_config
     # backend: fabric           # fabric | openssh (the ssh program, kept open) | local (no SSH)
     # connect_timeout_s: 10
     # become: auto              # auto: sudo -n unless the login is root | none | sudo

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 _CHUNK_BYTES = 256 * 1024
 _PACKET_BYTES = 32 * 1024  # what a channel sends at once
 _TICK_S = 0.1
-_GRACE_S = 0.5  # for the last bytes of stderr after the command ended or the sink had enough
+_GRACE_S = 0.5  # for the last bytes of stderr after the sink had enough
+_LATE_S = 10.0  # for output after the exit status, which sshd may send first
 _OPEN_S = 30.0  # to open a channel, when the command itself has no deadline
 _JOIN_S = 5.0
 
@@ -88,7 +89,7 @@ class ChannelRun:
         return channel
 
     def _read(self, channel: "paramiko.Channel", sink: Sink, stderr: threading.Thread) -> None:
-        at_end = enough = False
+        at_end = enough = ended = False
         quiet_since_s = time.monotonic()
         while self._feed_error is None:
             moved = False
@@ -104,13 +105,15 @@ class ChannelRun:
             else:
                 time.sleep(_TICK_S / 10)
             if moved:
-                quiet_since_s = time.monotonic()
                 self._limits.touch()
+            if moved or not (ended or enough):
+                quiet_since_s = time.monotonic()
             ended = channel.exit_status_ready() or channel.closed
             if at_end and ended and not stderr.is_alive():
                 return
             # A background process may hold the streams for ever: wait for quiet, not for their end
-            if (ended or enough) and time.monotonic() - quiet_since_s > _GRACE_S:
+            grace_s = _GRACE_S if enough else _LATE_S
+            if (ended or enough) and time.monotonic() - quiet_since_s > grace_s:
                 return
             self._limits.check()
 

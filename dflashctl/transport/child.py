@@ -54,7 +54,7 @@ class Limits:
             place=self._place,
             code="timeout",
             hint="the host may be stalled or slow, and the command may still be running there; "
-            "look with `dflashctl status`, or give it more time with --timeout",
+            "look with `dflashctl status`, then run the same command again",
         )
 
 

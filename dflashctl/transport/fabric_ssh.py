@@ -5,7 +5,6 @@ refused unless it was asked to be recorded, and a changed one always.
 """
 
 import logging
-import random
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -18,6 +17,7 @@ from dflashctl.inventory import Host
 from dflashctl.transport.base import Finished, Sink, Transport
 from dflashctl.transport.channel import ChannelRun, Heartbeat
 from dflashctl.transport.child import Limits
+from dflashctl.transport.greeting import NO_GREETING, open_patiently
 from dflashctl.transport.known_hosts import (
     KnownKey,
     add_key,
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 _TCP_USER_TIMEOUT_MS = 30_000  # unacknowledged data for so long: the kernel gives the socket up
 _MAX_HOPS = 8
-_MAX_BANNER_TRIES = 3  # sshd drops connections at random above MaxStartups
 
 
 class FabricTransport(Transport):
@@ -60,18 +59,7 @@ class FabricTransport(Transport):
         if self._hops:
             return
         logging.getLogger("paramiko").addHandler(logging.NullHandler())  # it prints tracebacks
-        for attempt in range(1, _MAX_BANNER_TRIES + 1):
-            try:
-                self._open_hops()
-                break
-            except DflashctlError as error:
-                self._close_hops()
-                if error.code != "no-banner" or attempt == _MAX_BANNER_TRIES:
-                    raise
-                time.sleep(random.uniform(0.2, 1.0) * attempt)  # noqa: S311 - spreads the retries
-            except BaseException:
-                self._close_hops()
-                raise
+        open_patiently(self._open_hops)
         self._heartbeat = Heartbeat(self._link, self._alive_interval_s)
 
     def execute(
@@ -113,9 +101,13 @@ class FabricTransport(Transport):
     def _open_hops(self) -> None:
         route = _route(self._host, num_hops=1)
         gateway: Any = route[0][1].proxy_command
-        for host, settings in route:
-            self._open_one(host, settings, gateway)
-            gateway = self._hops[-1]
+        try:
+            for host, settings in route:
+                self._open_one(host, settings, gateway)
+                gateway = self._hops[-1]
+        except BaseException:
+            self._close_hops()
+            raise
         self.user = route[-1][1].user
 
     def _open_one(self, host: Host, settings: SshSettings, gateway: Any) -> None:
@@ -145,12 +137,17 @@ class FabricTransport(Transport):
         self._hops.append(connection)
         policy = _check_policy(host, settings, keys, accept_new=self._accept_new)
         connection.client.set_missing_host_key_policy(policy)
+        started_s = time.monotonic()
         try:
             connection.open()
         except DflashctlError:
             raise
         except (paramiko.SSHException, OSError, EOFError) as error:
-            raise _open_error(error, host, settings) from error
+            failed = _open_error(error, host, settings)
+            hung_up = "SSH protocol banner" in str(error) or isinstance(error, ConnectionResetError)
+            if hung_up and time.monotonic() - started_s < limit_s:
+                failed.code = NO_GREETING
+            raise failed from error
 
 
 def _route(host: Host, num_hops: int) -> list[tuple[Host, SshSettings]]:
@@ -177,7 +174,10 @@ def _jump_host(host: Host, jump: str) -> Host:
     name, colon, digits = address.rpartition(":")
     if colon and digits.isdecimal() and (":" not in name or name.endswith("]")):
         address, port = name.replace("[", "").replace("]", ""), int(digits)
-    return replace(host, address=address, port=port, jump=None, identity_file=None)
+    # as for ssh -J: key and known_hosts of the jump host are those of ssh_config
+    return replace(
+        host, address=address, port=port, jump=None, identity_file=None, known_hosts=None
+    )
 
 
 def _known_name(settings: SshSettings) -> str:
@@ -283,8 +283,7 @@ def _open_error(error: Exception, host: Host, settings: SshSettings) -> Dflashct
         words = f"no answer within {host.connect_timeout_s:g} s"
     elif isinstance(error, paramiko.ssh_exception.NoValidConnectionsError):
         words = "connection refused, or no route"
-    code = "no-banner" if "banner" in words or isinstance(error, ConnectionResetError) else None
-    return UnreachableError(f"{where}: {words}", place=host.name, hint=hint, code=code)
+    return UnreachableError(f"{where}: {words}", place=host.name, hint=hint)
 
 
 def _num_agent_keys() -> int:

@@ -24,6 +24,7 @@ from dflashctl.errors import (
 from dflashctl.inventory import Host
 from dflashctl.transport.base import Finished, Sink, Transport, readable
 from dflashctl.transport.child import Limits, run_child
+from dflashctl.transport.greeting import NO_GREETING, open_patiently
 from dflashctl.transport.known_hosts import fingerprint
 from dflashctl.transport.ssh_settings import resolve
 from dflashctl.transport.trust import (
@@ -96,11 +97,14 @@ class OpensshTransport(Transport):
             return
         self.user = resolve(self._host).user
         if self._ssh("-O", "check").returncode != 0:
-            persist = ["-o", "ControlMaster=auto", "-o", f"ControlPersist={PERSIST_S}"]
-            answer = self._ssh(*persist, "-n", "-T", command="true")
-            if answer.returncode == 255:
-                raise connection_error(answer.stderr.decode("utf-8", "replace"), self._host)
+            open_patiently(self._start_master)
         self._is_open = True
+
+    def _start_master(self) -> None:
+        persist = ["-o", "ControlMaster=auto", "-o", f"ControlPersist={PERSIST_S}"]
+        answer = self._ssh(*persist, "-n", "-T", command="true")
+        if answer.returncode == 255:
+            raise connection_error(answer.stderr.decode("utf-8", "replace"), self._host)
 
     def execute(
         self,
@@ -178,7 +182,8 @@ def connection_error(stderr: str, host: Host) -> DflashctlError:
         return login_error(place, why=last, address=host.address)
     if re.search(r"Bad configuration option|Can't open user config|terminating, .* bad", stderr):
         return ConfigurationError(f"ssh cannot read its configuration: {last}", place=place)
-    return UnreachableError(last, place=place, hint=try_it)
+    code = NO_GREETING if "kex_exchange_identification" in stderr else None
+    return UnreachableError(last, place=place, hint=try_it, code=code)
 
 
 def _changed_key(stderr: str, host: Host) -> TrustError:

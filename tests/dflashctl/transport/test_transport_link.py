@@ -129,6 +129,15 @@ def test_login_that_runs_nothing_is_never_taken_for_success(
     assert "for mail" in caught.value.message
 
 
+def test_output_that_comes_after_the_exit_status_is_not_lost(
+    own_server: "SshServer", ssh_kind: type, open_way: OpenWay
+) -> None:
+    force_command(own_server, '{ sleep 1.2; eval "$SSH_ORIGINAL_COMMAND"; } <&0 &')
+    way = open_way(ssh_kind(own_server.host()))
+    result = run_script(way, Script("echo late; exit 3"))
+    assert (result.rc, result.stdout) == (3, b"late\n")
+
+
 def test_interrupt_of_the_user_leaves_no_child_and_no_thread(
     own_server: "SshServer", ssh_kind: type, open_way: OpenWay
 ) -> None:

@@ -1,0 +1,148 @@
+"""Events and log lines, figures worked out by hand."""
+
+import io
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainer.contract.events import EventDecoder
+from trainer.metrics import Flow, Metrics, StepFigures, Totals
+
+CPU = {"cpu": torch.device("cpu")}
+
+
+def _figures(step: int, loss: float = 2.0, tokens: int = 100) -> StepFigures:
+    return StepFigures(
+        step=step,
+        epoch=0,
+        loss=loss,
+        lr=0.001,
+        grad_norm=1.0,
+        num_tokens=tokens,
+        num_anchors=10,
+        slot_accuracy=0.5,
+        expected_accepted=0.75,
+        step_s=0.1,
+    )
+
+
+def _events(path: Path) -> list[dict[str, Any]]:
+    return list(EventDecoder().feed(path.read_bytes()))
+
+
+@pytest.fixture
+def told() -> io.StringIO:
+    return io.StringIO()
+
+
+@pytest.fixture
+def metrics(tmp_path: Path, told: io.StringIO) -> Metrics:
+    return Metrics(tmp_path / "metrics.jsonl", "run-1", CPU, console=told)
+
+
+def test_step_event_has_totals_waits_of_the_interval_and_eta(
+    metrics: Metrics, tmp_path: Path
+) -> None:
+    metrics.begin(4, 10, 1, Totals(1000, 50))
+    metrics.step(_figures(5), Flow(3, 1.5, 0.5))
+    metrics.step(_figures(6), Flow(2, 1.75, 2.5))
+    first, second = _events(tmp_path / "metrics.jsonl")
+    assert (first["tokens_total"], second["tokens_total"]) == (1100, 1200)
+    assert (first["anchors_total"], second["anchors_total"]) == (60, 70)
+    assert (first["target_wait_s"], second["target_wait_s"]) == (1.5, 0.25)
+    assert (first["drafter_wait_s"], second["drafter_wait_s"]) == (0.5, 2.0)
+    assert (first["q_hs"], second["q_hs"]) == (3, 2)
+    # 2 steps took t seconds, 4 are left: 2 t; 200 tokens in t seconds.
+    assert second["eta_s"] == pytest.approx(2 * 200 / second["tokens_per_s"], abs=0.06)
+    assert second["anchors_per_s"] == pytest.approx(second["tokens_per_s"] / 10)
+    assert second["memory_bytes"]["cpu"] > 10_000_000
+    assert second["peak_memory_bytes"]["cpu"] >= second["memory_bytes"]["cpu"]
+
+
+def test_only_every_nth_step_and_the_last_are_told(metrics: Metrics, tmp_path: Path) -> None:
+    metrics.begin(0, 8, 3, Totals())
+    for step in range(1, 9):
+        metrics.step(_figures(step), Flow(0, step, 0.0))
+    events = _events(tmp_path / "metrics.jsonl")
+    assert [event["step"] for event in events] == [3, 6, 8]
+    assert [event["tokens_total"] for event in events] == [300, 600, 800]
+    assert [event["target_wait_s"] for event in events] == [3.0, 3.0, 2.0]
+
+
+def test_loss_that_is_not_finite_is_null_and_counted(metrics: Metrics, tmp_path: Path) -> None:
+    metrics.begin(0, 8, 1, Totals())
+    metrics.step(_figures(1, loss=float("nan")), Flow(0, 0.0, 0.0))
+    (event,) = _events(tmp_path / "metrics.jsonl")
+    assert event["loss"] is None
+    assert event["num_non_finite"] == 1
+
+
+def test_log_has_one_short_line_for_each_event(metrics: Metrics, told: io.StringIO) -> None:
+    metrics.phase("train", step=0)
+    metrics.begin(0, 8, 1, Totals())
+    metrics.step(_figures(1), Flow(4, 0.0, 0.0))
+    metrics.compile(
+        thread="drafter-0",
+        key="cuda:1",
+        compile_s=12.34,
+        num_graphs=2,
+        reasons=["size mismatch"],
+        expected=True,
+    )
+    metrics.warning("something odd\nwith a stack")
+    metrics.finished("finished", 8)
+    lines = told.getvalue().splitlines()
+    assert lines[0] == "train step 0"
+    assert lines[1].startswith("step 1/8 loss 2.0000 lr 1.00e-03 grad 1.00 expected 1.75 tok/s ")
+    assert " q_hs 4 eta " in lines[1]
+    assert lines[2:] == [
+        "compiled 2 graphs for cuda:1 on drafter-0 in 12.3 s: size mismatch",
+        "warning: something odd",
+        "with a stack",
+        "finished after step 8",
+    ]
+
+
+def test_checkpoint_event_has_its_size(metrics: Metrics, tmp_path: Path) -> None:
+    directory = tmp_path / "step_00000007"
+    directory.mkdir()
+    (directory / "a").write_bytes(b"12345")
+    metrics.checkpoint(7, directory, 0.25)
+    (event,) = _events(tmp_path / "metrics.jsonl")
+    assert (event["path"], event["size_bytes"]) == ("step_00000007", 5)
+    assert event["checkpoint_s"] == 0.25
+
+
+def test_threads_write_whole_lines_with_one_sequence(metrics: Metrics, tmp_path: Path) -> None:
+    def warn() -> None:
+        for number in range(100):
+            metrics.warning(f"{threading.current_thread().name} {number}" * 20)
+
+    threads = [threading.Thread(target=warn) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [event["seq"] for event in _events(tmp_path / "metrics.jsonl")] == list(range(400))
+
+
+def test_what_is_told_after_the_end_goes_to_the_log_alone(
+    metrics: Metrics, tmp_path: Path, told: io.StringIO
+) -> None:
+    metrics.finished("finished", 1)
+    metrics.close()
+    metrics.close()
+    metrics.warning("too late")
+    assert len(_events(tmp_path / "metrics.jsonl")) == 1
+    assert "too late" in told.getvalue()
+
+
+def test_resumed_metrics_go_on_with_the_next_number(metrics: Metrics, tmp_path: Path) -> None:
+    metrics.phase("train")
+    metrics.close()
+    again = Metrics(tmp_path / "metrics.jsonl", "run-1", CPU, console=io.StringIO())
+    again.phase("resume")
+    assert [event["seq"] for event in _events(tmp_path / "metrics.jsonl")] == [0, 1]

@@ -1,0 +1,171 @@
+"""The supervisor with real threads, and the small parts of the workers."""
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from trainer.channel import OrderedChannel
+from trainer.compile_gate import CompileGate, GateSettings
+from trainer.errors import WorkerError
+from trainer.workers.drafter import StepRange
+from trainer.workers.supervisor import Pulse, StopRequest, Supervisor, WatchSettings
+from trainer.workers.target import FeatureCache, IndexCounter
+
+
+class World:
+    """A supervisor over threads that share one channel."""
+
+    def __init__(self, watchdog_s: float, limit_s: float) -> None:
+        self.reports: list[str] = []
+        self.stop = StopRequest()
+        self.channel: OrderedChannel[int] = OrderedChannel(1)
+        self.gate = CompileGate(GateSettings(compile=False))
+        self.supervisor = Supervisor(
+            self.gate,
+            WatchSettings(watchdog_s, limit_s),
+            stop=self.stop,
+            abandon=self._abandon,
+            report=self.reports.append,
+        )
+
+    def _abandon(self, name: str, error: BaseException | None) -> None:
+        if error is None:
+            self.channel.close()
+        else:
+            self.channel.fail(name, error)
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    made = World(60.0, 120.0)
+    yield made
+    made.gate.close()
+
+
+def _wait_for_item(world: World, pulse: Pulse, index: int) -> int:
+    with pulse.wait(f"for item {index}"):
+        return world.channel.get(index)
+
+
+def test_first_error_ends_all_threads_and_is_told_with_its_thread(world: World) -> None:
+    ended: list[str] = []
+
+    def waits(pulse: Pulse) -> None:
+        try:
+            _wait_for_item(world, pulse, 9)
+        finally:
+            ended.append("waiter")
+
+    def breaks(pulse: Pulse) -> None:
+        pulse.beat("breaks")
+        time.sleep(0.1)
+        raise ZeroDivisionError("no rows")
+
+    world.supervisor.add("target-0", waits)
+    world.supervisor.add("drafter-1", breaks)
+    with pytest.raises(WorkerError, match="thread drafter-1: ZeroDivisionError: no rows") as info:
+        world.supervisor.run_all()
+    assert isinstance(info.value.__cause__, ZeroDivisionError)
+    assert ended == ["waiter"]
+
+
+def test_hard_stop_wakes_threads_that_wait_and_is_no_error(world: World) -> None:
+    world.supervisor.add("drafter-0", lambda pulse: _wait_for_item(world, pulse, 3) and None)
+    threading.Timer(0.2, lambda: (world.stop.ask(), world.stop.ask())).start()
+    began = time.monotonic()
+    world.supervisor.run_all()
+    assert 0.1 < time.monotonic() - began < 10
+
+
+def test_soft_stop_leaves_threads_to_finish_their_work(world: World) -> None:
+    done: list[int] = []
+
+    def works(pulse: Pulse) -> None:
+        while not world.stop.soft.is_set():
+            pulse.beat("works")
+            time.sleep(0.01)
+        time.sleep(0.2)
+        done.append(1)
+
+    world.supervisor.add("drafter-0", works)
+    threading.Timer(0.1, world.stop.ask).start()
+    world.supervisor.run_all()
+    assert done == [1]
+
+
+def test_asking_twice_turns_a_soft_stop_into_a_hard_one() -> None:
+    stop = StopRequest()
+    assert [stop.ask(), stop.ask(), stop.ask()] == ["soft", "hard", "hard"]
+
+
+def test_standstill_is_reported_with_stacks_and_ends_the_run() -> None:
+    world = World(watchdog_s=0.3, limit_s=1.0)
+    release = threading.Event()
+
+    def stands_still(pulse: Pulse) -> None:
+        pulse.beat("computes for ever")
+        release.wait(20)
+
+    def waits(pulse: Pulse) -> None:
+        _wait_for_item(world, pulse, 0)
+
+    world.supervisor.add("target-0", stands_still)
+    world.supervisor.add("drafter-0", waits)
+    threading.Timer(2.0, release.set).start()
+    with pytest.raises(WorkerError, match=r"thread target-0: .*computes for ever.*limit_s"):
+        world.supervisor.run_all()
+    assert world.reports[0].startswith("warning: target-0 has made no progress for ")
+    assert "stands_still" in world.reports[0]
+
+
+def test_threads_that_all_wait_on_each_other_are_a_standstill_too() -> None:
+    world = World(watchdog_s=0.3, limit_s=0.8)
+    for number in range(2):
+        world.supervisor.add(
+            f"drafter-{number}", lambda pulse: _wait_for_item(world, pulse, 5) and None
+        )
+    with pytest.raises(WorkerError, match=r"waits, as all others do,.*for item 5"):
+        world.supervisor.run_all()
+
+
+def test_busy_thread_that_beats_is_never_reported() -> None:
+    world = World(watchdog_s=0.2, limit_s=0.5)
+
+    def works(pulse: Pulse) -> None:
+        for _ in range(20):
+            pulse.beat("works")
+            time.sleep(0.05)
+        world.channel.put(0, 1)
+
+    world.supervisor.add("target-0", works)
+    world.supervisor.add("drafter-0", lambda pulse: _wait_for_item(world, pulse, 0) and None)
+    world.supervisor.run_all()
+    assert world.reports == []
+
+
+def test_steps_deal_batches_to_drafters_in_turn() -> None:
+    steps = StepRange(first=0, num_steps=2, num_drafters=3, accumulation=2)
+    assert steps.batches_per_step == 6
+    assert [steps.indices(0, rank) for rank in range(3)] == [[0, 3], [1, 4], [2, 5]]
+    assert [steps.indices(1, rank) for rank in range(3)] == [[6, 9], [7, 10], [8, 11]]
+
+
+def test_index_counter_gives_each_index_once() -> None:
+    counter = IndexCounter(3, 6)
+    assert [counter.take() for _ in range(4)] == [3, 4, 5, None]
+
+
+def test_feature_cache_keeps_what_fits_and_copies_it() -> None:
+    cache = FeatureCache(100)
+    rows = torch.arange(40, dtype=torch.float32).view(2, 20)
+    cache.put(1, rows[0])  # 80 bytes
+    cache.put(2, rows[1])  # does not fit any more
+    rows.zero_()
+    kept = cache.get(1)
+    assert kept is not None
+    assert kept.tolist() == [float(i) for i in range(20)]
+    assert cache.get(2) is None
+    assert cache.used_bytes == 80

@@ -171,7 +171,6 @@ class _Pump:
         if not chunk:
             self._end(stream)
             return True
-        self._limits.touch()
         if not is_stdout:
             self.stderr += chunk
             del self.stderr[:-STDERR_KEPT_BYTES]
@@ -180,6 +179,7 @@ class _Pump:
                 self._sink(chunk)
             except EnoughRead:
                 self._enough = True
+        self._limits.touch()  # after the sink: a reader that takes its time is no silence
         return True
 
     def _end(self, stream: IO[bytes]) -> None:

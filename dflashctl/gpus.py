@@ -179,13 +179,16 @@ def _gpu(line: str, owners: dict[str, list[Owner]], *, apps_known: bool) -> GpuS
     index, uuid = int(words[0]), words[1]
     used, total, utilization = _mib(words[-3]), _mib(words[-2]), _percent(words[-1])
     mine = tuple(owners.get(uuid, ()))
-    state, reason = _judge(used, utilization, mine, apps_known=apps_known)
+    if used is None and not mine:
+        state, reason = "unknown", f"the driver says {words[-3]} of its memory"
+    else:
+        state, reason = _judge(used or 0, utilization, mine, apps_known=apps_known)
     name = ", ".join(words[2:-3])
     return GpuState(index, uuid, name, used, total, utilization, state, reason, mine)
 
 
 def _judge(
-    used_bytes: int | None,
+    used_bytes: int,
     utilization: float | None,
     owners: tuple[Owner, ...],
     *,
@@ -194,8 +197,6 @@ def _judge(
     if owners:
         state = "ours" if all(owner.tag is not None for owner in owners) else "busy"
         return state, "; ".join(owner.text() for owner in owners)
-    if used_bytes is None:
-        return "unknown", "the driver does not tell the memory in use"
     if used_bytes >= _IDLE_BYTES:
         return "busy", f"{used_bytes / _MIB:.0f} MiB held, and no process is visible from here"
     if utilization is not None and utilization >= _IDLE_FRAC:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from dflashctl.errors import DflashctlError
+from dflashctl.errors import DflashctlError, ExitCode
 from dflashctl.gpus import GpuState, Probe, probe
 from dflashctl.inventory import Container, Host, Place
 from dflashctl.transport import connect, connect_host
@@ -55,9 +55,12 @@ def _ask(host: Host, containers: list[Container], *, accept_new: bool) -> HostGp
     rows = tuple(GpuRow(gpu, _roles(gpu, containers)) for gpu in answer.gpus)
     if not answer.installed and all(_needs_no_gpu(container) for container in containers):
         return HostGpus(host.name, (), seen_from=seen_from)
-    code = 8 if answer.problem else 0
-    hint = "log in to the node and run nvidia-smi" if answer.problem else ""
-    return HostGpus(host.name, rows, answer.problem, hint, code, seen_from)
+    doubts = [f"GPU {gpu.index}: {gpu.reason}" for gpu in answer.gpus if gpu.state == "unknown"]
+    doubt = answer.problem or "; ".join(doubts)
+    if not doubt:
+        return HostGpus(host.name, rows, seen_from=seen_from)
+    hint = "log in to the node and run nvidia-smi"
+    return HostGpus(host.name, rows, doubt, hint, int(ExitCode.UNKNOWN), seen_from)
 
 
 def _probe_host(host: Host, containers: list[Container], *, accept_new: bool) -> tuple[Probe, str]:

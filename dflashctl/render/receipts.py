@@ -41,9 +41,9 @@ def gpus_text(hosts: Sequence[HostGpus]) -> str:
     ]
     for host in hosts:
         rows += [_gpu_row(host, row) for row in host.rows]
-        if host.error:
+        if host.error and not any(row.gpu.state == "unknown" for row in host.rows):
             rows.append((host.host, "?", "", "", "?", "?", "UNKNOWN", "", host.error))
-        elif not host.rows:
+        elif not host.rows and not host.error:
             rows.append((host.host, "-", "", "", "", "", "no GPU", "", ""))
     return columns(rows)
 

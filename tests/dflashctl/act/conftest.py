@@ -12,7 +12,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,14 @@ def project(tmp_path: Path, stand_in: Path) -> Iterator[Project]:
 def names(directory: str | Path) -> list[str]:
     """Return the names in a directory, sorted."""
     return sorted(path.name for path in Path(directory).iterdir())
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 15.0) -> None:
+    """Wait until the condition holds; fail when it does not in time."""
+    limit = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < limit, "did not happen in time"
+        time.sleep(0.02)
 
 
 def end_runs(workspace: Path) -> None:

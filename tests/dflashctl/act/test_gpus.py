@@ -57,7 +57,7 @@ def test_a_process_of_a_run_is_ours_and_a_stranger_beside_it_makes_it_busy() -> 
         ("0, GPU-a, X, 8123, 24576, 0", 0, "busy", "8123 MiB held, and no process is visible"),
         ("0, GPU-a, X, 1, 24576, 40", 0, "busy", "utilisation 40%"),
         ("0, GPU-a, X, 1, 24576, [N/A]", 0, "idle", ""),
-        ("0, GPU-a, X, [N/A], 24576, 0", 0, "unknown", "does not tell the memory"),
+        ("0, GPU-a, X, [N/A], 24576, 0", 0, "unknown", "the driver says [N/A] of its memory"),
         ("0, GPU-a, X, 1, 24576, 0", 9, "unknown", "does not list its processes"),
     ],
 )

@@ -6,19 +6,11 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.dflashctl.act.conftest import Project, names
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 15.0) -> None:
-    limit = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < limit, "did not happen in time"
-        time.sleep(0.02)
+from tests.dflashctl.act.conftest import Project, names, wait_until
 
 
 def steps(project: Project, tag: str) -> list[int]:

@@ -4,7 +4,9 @@ The laptop reads YAML and checks it here before a GPU is taken; the manifest car
 result, and the trainer reads it back with the same code. Standard library only.
 """
 
+import contextlib
 import difflib
+import math
 import types
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
@@ -227,62 +229,102 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if hint is float and isinstance(value, str):  # YAML 1.1 reads 6e-4 as text
-        try:
-            return float(value)
-        except ValueError:
-            pass
+        with contextlib.suppress(ValueError):
+            value = float(value)
     if type(value) is not hint:
         raise ConfigError(f"{path}: expected {hint.__name__}, got {value!r}")
+    if hint is float and not math.isfinite(value):
+        raise ConfigError(f"{path}: expected a finite number, got {value!r}")
     return value
+
+
+_Rule = tuple[bool, str, Any, str]  # whether it holds, the key, what was found, what is expected
 
 
 def _check(config: TrainConfig) -> None:
     """Apply the rules that need no model; each names its key."""
-    draft, data, optim, run = config.draft, config.data, config.optim, config.run
-    rules: list[tuple[bool, str, Any, str]] = [
-        (bool(config.target.path), "target.path", config.target.path, "the target's directory"),
-        (bool(data.path), "data.path", data.path, "a JSONL file of chats"),
-        (draft.mask_token_id >= 0, "draft.mask_token_id", draft.mask_token_id, "an embedding row"),
-        (draft.block_size >= 2, "draft.block_size", draft.block_size, "at least 2"),
-        (draft.num_draft_layers >= 1, "draft.num_draft_layers", draft.num_draft_layers, ">= 1"),
-        (draft.num_taps >= 1, "draft.num_taps", draft.num_taps, ">= 1"),
-        (data.max_length >= 2, "data.max_length", data.max_length, ">= 2"),
-        (data.max_batch_size >= 1, "data.max_batch_size", data.max_batch_size, ">= 1"),
-        (data.max_anchors >= 1, "data.max_anchors", data.max_anchors, ">= 1"),
-        (
-            data.token_budget >= data.max_length,
-            "data.token_budget",
-            data.token_budget,
-            f"at least data.max_length ({data.max_length})",
-        ),
-        (optim.lr > 0, "optim.lr", optim.lr, "above 0"),
-        (0 <= optim.warmup_frac < 1, "optim.warmup_frac", optim.warmup_frac, "0 to below 1"),
-        (optim.clip_norm > 0, "optim.clip_norm", optim.clip_norm, "above 0"),
-        (optim.grad_accumulation >= 1, "optim.grad_accumulation", optim.grad_accumulation, ">= 1"),
-        (optim.epochs > 0, "optim.epochs", optim.epochs, "above 0"),
-        (
-            optim.max_steps is None or optim.max_steps >= 1,
-            "optim.max_steps",
-            optim.max_steps,
-            "at least 1, or null",
-        ),
-        (config.loss.head_sample >= 0, "loss.head_sample", config.loss.head_sample, ">= 0"),
-        (config.loss.chunk_rows >= 1, "loss.chunk_rows", config.loss.chunk_rows, ">= 1"),
-        (run.queue_depth >= 1, "run.queue_depth", run.queue_depth, ">= 1"),
-        (run.keep_checkpoints >= 1, "run.keep_checkpoints", run.keep_checkpoints, ">= 1"),
-        (run.log_every_steps >= 1, "run.log_every_steps", run.log_every_steps, ">= 1"),
-        (
-            run.checkpoint_every_steps >= 1,
-            "run.checkpoint_every_steps",
-            run.checkpoint_every_steps,
-            ">= 1",
-        ),
+    rules = [
+        *_input_rules(config.target, config.data),
+        *_draft_rules(config.draft, config.loss),
+        *_optim_rules(config.optim),
+        *_run_rules(config.run, config.compile),
     ]
     for good, key, found, expected in rules:
         if not good:
             raise ConfigError(f"{key}: expected {expected}, got {found!r}")
     _check_choices(config)
     _check_draft(config)
+
+
+def _at_least(key: str, found: float | None, least: float) -> _Rule:
+    """Return the rule that a value, where given, is not below ``least``."""
+    return found is None or found >= least, key, found, f"at least {least}"
+
+
+def _positive(key: str, found: float | None) -> _Rule:
+    return found is None or found > 0, key, found, "above 0"
+
+
+def _input_rules(target: TargetConfig, data: DataConfig) -> list[_Rule]:
+    return [
+        (bool(target.path), "target.path", target.path, "the target's directory"),
+        _at_least("target.cache_bytes", target.cache_bytes, 0),
+        (bool(data.path), "data.path", data.path, "a JSONL file of chats"),
+        _at_least("data.max_length", data.max_length, 2),
+        _at_least("data.max_batch_size", data.max_batch_size, 1),
+        _at_least("data.max_anchors", data.max_anchors, 1),
+        (
+            data.token_budget >= data.max_length,
+            "data.token_budget",
+            data.token_budget,
+            f"at least data.max_length ({data.max_length})",
+        ),
+    ]
+
+
+def _draft_rules(draft: DraftModelConfig, loss: LossConfig) -> list[_Rule]:
+    return [
+        (draft.mask_token_id >= 0, "draft.mask_token_id", draft.mask_token_id, "an embedding row"),
+        _at_least("draft.block_size", draft.block_size, 2),
+        _at_least("draft.num_draft_layers", draft.num_draft_layers, 1),
+        _at_least("draft.num_taps", draft.num_taps, 1),
+        _at_least("draft.intermediate_size", draft.intermediate_size, 1),
+        _at_least("draft.num_attention_heads", draft.num_attention_heads, 1),
+        _at_least("draft.num_key_value_heads", draft.num_key_value_heads, 1),
+        _at_least("draft.head_dim", draft.head_dim, 1),
+        _at_least("draft.sliding_window", draft.sliding_window, 1),
+        _at_least("loss.head_sample", loss.head_sample, 0),
+        _at_least("loss.chunk_rows", loss.chunk_rows, 1),
+        _positive("loss.position_decay", loss.position_decay),
+    ]
+
+
+def _optim_rules(optim: OptimConfig) -> list[_Rule]:
+    return [
+        _positive("optim.lr", optim.lr),
+        _positive("optim.adamw_lr", optim.adamw_lr),
+        (all(0 <= beta < 1 for beta in optim.betas), "optim.betas", optim.betas, "0 to below 1"),
+        _at_least("optim.weight_decay", optim.weight_decay, 0),
+        (0 <= optim.warmup_frac < 1, "optim.warmup_frac", optim.warmup_frac, "0 to below 1"),
+        (0 <= optim.min_lr_frac <= 1, "optim.min_lr_frac", optim.min_lr_frac, "0 to 1"),
+        _positive("optim.clip_norm", optim.clip_norm),
+        _at_least("optim.grad_accumulation", optim.grad_accumulation, 1),
+        _positive("optim.epochs", optim.epochs),
+        _at_least("optim.max_steps", optim.max_steps, 1),
+    ]
+
+
+def _run_rules(run: RunConfig, compilation: CompileConfig) -> list[_Rule]:
+    watchdog_s, limit_s = compilation.watchdog_s, compilation.limit_s
+    return [
+        _at_least("run.queue_depth", run.queue_depth, 1),
+        _at_least("run.cpu_threads", run.cpu_threads, 1),
+        _at_least("run.checkpoint_every_steps", run.checkpoint_every_steps, 1),
+        _at_least("run.keep_checkpoints", run.keep_checkpoints, 1),
+        _at_least("run.log_every_steps", run.log_every_steps, 1),
+        _positive("compile.watchdog_s", watchdog_s),
+        (limit_s >= watchdog_s, "compile.limit_s", limit_s, f"at least watchdog_s ({watchdog_s})"),
+    ]
 
 
 def _check_choices(config: TrainConfig) -> None:
@@ -306,10 +348,6 @@ def _check_draft(config: TrainConfig) -> None:
         raise ConfigError(
             "loss.position_decay: no published value for draft.block_size"
             f" {draft.block_size} (there is one for 8, 10 and 16); set it"
-        )
-    if config.loss.position_decay is not None and config.loss.position_decay <= 0:
-        raise ConfigError(
-            f"loss.position_decay: expected above 0, got {config.loss.position_decay}"
         )
     kinds = draft.layer_types
     if kinds is not None:

@@ -6,6 +6,7 @@ One writer; readers skip unknown kinds and keys, refuse a newer major version an
 unfinished last line for later.
 """
 
+import errno
 import json
 import math
 import os
@@ -78,11 +79,14 @@ class EventWriter:
         else:
             tail = b"\n"
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        if tail != b"\n" and tail:
-            os.write(self._fd, b"\n")
+        self._torn = tail not in (b"\n", b"")
 
     def write(self, kind: str, **values: Any) -> Event:
-        """Append one event and return it."""
+        """Append one event and return it.
+
+        Raises: EventError for an unknown kind; OSError when the disk is full, after which the next
+        event closes the line that was cut.
+        """
         if kind not in KINDS:
             raise EventError(f"unknown event kind {kind!r}; known: {', '.join(KINDS)}")
         head: Event = {
@@ -93,7 +97,12 @@ class EventWriter:
             "kind": kind,
         }
         event = head | values
-        os.write(self._fd, encode(event))
+        line = encode(event)
+        line = b"\n" + line if self._torn else line
+        self._torn = True
+        if os.write(self._fd, line) != len(line):
+            raise OSError(errno.ENOSPC, "an event was cut: no space left for metrics.jsonl")
+        self._torn = False
         self._seq += 1
         return event
 

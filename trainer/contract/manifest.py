@@ -81,10 +81,29 @@ class Manifest:
         if missing:
             raise ManifestError(f"manifest.json lacks {', '.join(missing)}")
         known = {f.name: raw[f.name] for f in fields(cls) if f.name in raw}
+        for name, kind in _KINDS.items():
+            if name in known and not isinstance(known[name], kind):
+                raise ManifestError(
+                    f"manifest.json: {name} is {known[name]!r}, not {kind.__name__}"
+                )
         try:
-            known["gpus"] = tuple(Gpu(**gpu) for gpu in known["gpus"])
-            known["argv"] = tuple(known["argv"])
-            known["checks_skipped"] = tuple(known.get("checks_skipped", ()))
-        except TypeError as error:
-            raise ManifestError(f"manifest.json: {error}") from error
+            known["gpus"] = tuple(_gpu(gpu) for gpu in known["gpus"])
+        except (KeyError, TypeError) as error:
+            raise ManifestError(f"manifest.json: a GPU lacks {error}") from error
+        known["argv"] = tuple(known["argv"])
+        known["checks_skipped"] = tuple(known.get("checks_skipped", ()))
         return cls(**known)
+
+
+# What a reader would trip over; null stands only where the class allows None.
+_KINDS: dict[str, type] = {
+    **dict.fromkeys(("run_id", "tag", "release", "host", "python", "workspace"), str),
+    **dict.fromkeys(("log_path", "cache_dir", "target_revision", "dataset_sha256"), str),
+    **dict.fromkeys(("packages", "config"), dict),
+    **dict.fromkeys(("gpus", "argv", "checks_skipped"), list),
+    "seed": int,
+}
+
+
+def _gpu(raw: dict[str, Any]) -> Gpu:
+    return Gpu(**{f.name: raw[f.name] for f in fields(Gpu)})

@@ -1,0 +1,89 @@
+"""manifest.json: whole or refused."""
+
+import json
+from typing import Any
+
+import pytest
+
+from trainer.contract.errors import ManifestError
+from trainer.contract.manifest import Gpu, Manifest
+
+
+def _manifest() -> Manifest:
+    return Manifest(
+        run_id="fresh7-1",
+        tag="fresh7",
+        created_unix_s=1.5,
+        dflashctl_version="0.1.0",
+        release="ab" * 32,
+        git_commit=None,
+        git_dirty=None,
+        packages={"torch": "2.13.0"},
+        host="kpro6",
+        vmid=200,
+        gpus=(
+            Gpu("target", 0, "GPU-a", "H200"),
+            Gpu("drafter", 5, "GPU-b", "H200"),
+            Gpu("target", 1, "GPU-c", "H200"),
+        ),
+        python="/opt/python",
+        workspace="/workspace",
+        log_path="/workspace/runs/fresh7/train_stdout_fresh7.log",
+        cache_dir="/workspace/cache/x",
+        target_revision="r",
+        dataset_sha256="cd" * 32,
+        config={"seed": 0},
+        seed=0,
+        argv=("dflashctl", "launch"),
+        checks_skipped=("gpu",),
+    )
+
+
+def _changed(**values: Any) -> str:
+    return json.dumps(json.loads(_manifest().to_json()) | values)
+
+
+def test_manifest_survives_its_own_text() -> None:
+    assert Manifest.from_json(_manifest().to_json()) == _manifest()
+
+
+def test_devices_of_a_role_keep_the_order_of_hosts_yaml() -> None:
+    manifest = _manifest()
+    assert [gpu.index for gpu in manifest.devices("target")] == [0, 1]
+    assert [gpu.uuid for gpu in manifest.devices("drafter")] == ["GPU-b"]
+
+
+def test_unknown_keys_are_skipped_at_both_levels() -> None:
+    raw = json.loads(_manifest().to_json())
+    raw["mood"] = "good"
+    for gpu in raw["gpus"]:
+        gpu["fans"] = 2
+    assert Manifest.from_json(json.dumps(raw)) == _manifest()
+
+
+def test_checks_skipped_may_be_left_out() -> None:
+    raw = json.loads(_manifest().to_json())
+    del raw["checks_skipped"]
+    assert Manifest.from_json(json.dumps(raw)).checks_skipped == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{", "manifest.json is not JSON"),
+        ("[1]", "has no version 'v'"),
+        ("{}", "has no version 'v'"),
+        ('{"v": 1, "tag": "x"}', "manifest.json lacks argv, cache_dir, config, created_unix_s,"),
+        (_changed(v=2), "has version 2, this reader knows 1"),
+        (_changed(config="x"), "config is 'x', not dict"),
+        (_changed(seed="0"), "seed is '0', not int"),
+        (_changed(argv="ls"), "argv is 'ls', not list"),
+        (_changed(log_path=None), "log_path is None, not str"),
+        (_changed(gpus=[{"role": "target"}]), "a GPU lacks 'index'"),
+        (_changed(gpus=[3]), "a GPU lacks"),
+    ],
+)
+def test_manifest_that_lacks_something_is_refused_by_name(text: str, told: str) -> None:
+    with pytest.raises(ManifestError) as info:
+        Manifest.from_json(text)
+    assert told in str(info.value)

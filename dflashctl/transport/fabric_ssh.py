@@ -122,8 +122,8 @@ class FabricTransport(Transport):
             port=settings.port,
             gateway=gateway,
             connect_timeout=limit_s,
-            # an SSHConfig of its own: ssh -G has read the user's already
-            config=fabric.Config(ssh_config=paramiko.SSHConfig()),
+            # lazy, and an SSHConfig of its own: no ~/.fabric.yaml, and ssh -G has read ssh_config
+            config=fabric.Config(lazy=True, ssh_config=paramiko.SSHConfig()),
             connect_kwargs={
                 "key_filename": list(settings.identity_files),
                 "allow_agent": not settings.identities_only,
@@ -142,8 +142,12 @@ class FabricTransport(Transport):
             connection.open()
         except DflashctlError:
             raise
-        except (paramiko.SSHException, OSError, EOFError) as error:
-            failed = _open_error(error, host, settings)
+        except (paramiko.SSHException, OSError, EOFError, ValueError) as error:
+            link = connection.client.get_transport()
+            # The keys are exchanged and the link stands: what failed is the login, such as a key
+            # file that cannot be read, for which paramiko has a dozen exceptions.
+            at_login = link is not None and link.is_active() and link.initial_kex_done
+            failed = _open_error(error, host, settings, at_login=at_login)
             hung_up = "SSH protocol banner" in str(error) or isinstance(error, ConnectionResetError)
             if hung_up and time.monotonic() - started_s < limit_s:
                 failed.code = NO_GREETING
@@ -263,19 +267,21 @@ def _accept_unknown(
         ) from error
 
 
-def _open_error(error: Exception, host: Host, settings: SshSettings) -> DflashctlError:
+def _open_error(
+    error: Exception, host: Host, settings: SshSettings, *, at_login: bool
+) -> DflashctlError:
     """Return the error that paramiko's or the system's own stands for."""
     import paramiko
 
     words = str(error) or type(error).__name__
-    if isinstance(error, paramiko.AuthenticationException) or "private key file" in words:
+    if at_login or isinstance(error, paramiko.AuthenticationException):
         tried = ", ".join(settings.identity_files) or "no key file"
         agent = "" if settings.identities_only else f" and {_num_agent_keys()} keys of the agent"
         why = f"{words.rstrip('.')} (user {settings.user}; tried {tried}{agent})"
         return login_error(host.name, why=why, address=host.address)
     where = f"{settings.hostname}:{settings.port}"
     hint = f"try: ssh {host.address} true"
-    if isinstance(error, socket.gaierror):
+    if isinstance(error, (socket.gaierror, UnicodeError)):  # UnicodeError: not even a name
         return UnreachableError(
             f"the name {settings.hostname} cannot be resolved", place=host.name, hint=hint
         )

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from dflashctl.errors import ConfigurationError, ExitCode, TrustError, UnreachableError
+from dflashctl.errors import ConfigurationError, ExitCode, TrustError, UnreachableError, UsageError
 from dflashctl.inventory import Container, Place
 from dflashctl.transport import Script, Transport, connect, connect_host, run_script
 from dflashctl.transport.fabric_ssh import FabricTransport
+from dflashctl.transport.openssh import OpensshTransport
 
 if TYPE_CHECKING:
     from conftest import SshServer
@@ -141,6 +142,25 @@ def test_key_with_a_passphrase_is_told_and_never_asked_for(
     assert "passphrase works through the agent" in caught.value.hint
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "no key at all\n",
+        "-----BEGIN OPENSSH PRIVATE KEY-----\nAAAA\n-----END OPENSSH PRIVATE KEY-----\n",
+        "-----BEGIN RSA PRIVATE KEY-----\nAAAA\n-----END RSA PRIVATE KEY-----\n",
+        "-----BEGIN OPENSSH PRIVATE KEY-----\n%%%\n-----END OPENSSH PRIVATE KEY-----\n",
+    ],
+)
+def test_identity_file_that_holds_no_key_is_a_refused_login(
+    ssh_server: "SshServer", ssh_kind: type, tmp_path: Path, content: str
+) -> None:
+    (tmp_path / "bad").write_text(content)
+    (tmp_path / "bad").chmod(0o600)
+    with pytest.raises(TrustError, match="refused the login"):
+        ssh_kind(ssh_server.host(identity_file=str(tmp_path / "bad"))).open()
+
+
 def test_missing_identity_file_is_a_configuration_error(
     ssh_server: "SshServer", ssh_kind: type, tmp_path: Path
 ) -> None:
@@ -157,9 +177,12 @@ def test_closed_port_is_unreachable(ssh_server: "SshServer", ssh_kind: type) -> 
     assert caught.value.exit_code == ExitCode.UNREACHABLE
 
 
-def test_unresolvable_name_is_unreachable(ssh_server: "SshServer", ssh_kind: type) -> None:
+@pytest.mark.parametrize("name", ["no-such-host.invalid", "a..b", "x" * 70])
+def test_unresolvable_name_is_unreachable(
+    ssh_server: "SshServer", ssh_kind: type, name: str
+) -> None:
     with pytest.raises(UnreachableError, match="resolve"):
-        ssh_kind(ssh_server.host(address="root@no-such-host.invalid")).open()
+        ssh_kind(ssh_server.host(address=f"root@{name}")).open()
 
 
 def test_server_that_says_nothing_is_unreachable_within_the_timeout(
@@ -248,6 +271,20 @@ def test_server_that_hangs_up_before_its_greeting_is_tried_again(
         way = open_way(ssh_kind(own_server.host()))
         timer.join()
     assert run_script(way, ECHO).stdout == b"here\n"
+
+
+def test_fabric_reads_ssh_config_itself_where_no_ssh_program_is(
+    ssh_server: "SshServer", open_way: OpenWay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "sub.conf"
+    write_config(ssh_server, tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    host = ssh_server.host(
+        address="behind", port=None, identity_file=None, known_hosts=None, ssh_config=str(config)
+    )
+    assert run_script(open_way(FabricTransport(host)), ECHO).stdout == b"here\n"
+    with pytest.raises(UsageError, match="ssh program is not installed"):
+        OpensshTransport(host).open()
 
 
 @pytest.mark.parametrize("backend", ["fabric", "openssh", "local"])

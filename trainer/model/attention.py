@@ -45,7 +45,7 @@ class SdpaAttention:
         folded = query.reshape(query.shape[0], key.shape[1], -1, query.shape[-1])
         repeated = None if mask is None else mask.repeat(1, 1, groups, 1)
         out = F.scaled_dot_product_attention(folded, key, value, attn_mask=repeated)
-        return out.view(query.shape)
+        return out.reshape(query.shape)  # some kernels return another memory order
 
 
 class FlexAttention:

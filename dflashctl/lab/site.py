@@ -10,7 +10,6 @@ lab.down()
 import json
 import os
 import select
-import shutil
 import signal
 import socket
 import subprocess
@@ -22,19 +21,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dflashctl.errors import LabError
+from dflashctl.lab.claim import MARKER, clear_away, create, refuse_foreign_directory, take
 from dflashctl.lab.faults import active_faults, set_fault
 from dflashctl.lab.gpu_state import fresh_gpu_state
 from dflashctl.lab.interpreter import python_paths
 from dflashctl.lab.requirements import SEARCH_PATH, missing_requirements
 from dflashctl.lab.spec import HostSpec, SiteSpec
 from dflashctl.lab.state import (
-    MARKER,
     MAX_STATE_BYTES,
     SUPERVISOR,
     SiteState,
-    has_ended,
     live_pids,
-    read_json,
     wait_for_sshd,
     write_json,
 )
@@ -42,7 +39,6 @@ from dflashctl.lab.state import (
 _START_S = 60.0
 _END_S = 20.0
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
-_CGROUPS = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -97,12 +93,16 @@ class Lab:
                 name: stack.enter_context(_listen(name, host.port))
                 for name, host in spec.hosts.items()
             }
-            self._clear_away()
-            self.state.mkdir(parents=True, mode=0o755)
-            (self.state / MARKER).touch()
+            self._clear_leftovers()
+            claim = stack.enter_context(create(self.state))
             ports = {name: s.getsockname()[1] for name, s in listeners.items()}
-            self._write_state(spec, ports)
-            self._start_supervisor({n: s.fileno() for n, s in listeners.items()}, owner)
+            self._write_state(spec, ports, claim.fd)
+            descriptors = {name: s.fileno() for name, s in listeners.items()}
+            started = self._start_supervisor(descriptors, claim.fd, owner)
+        if not started:
+            reason = self._log()
+            self.down()
+            raise LabError(f"the lab did not start:\n{reason}")
         for name, port in ports.items():
             wait_for_sshd(name, port)
 
@@ -111,19 +111,24 @@ class Lab:
 
         Raises: LabError when the directory is not a lab's, or a process does not end.
         """
-        self._refuse_foreign_directory()
-        pids = live_pids(self.state)
-        if pids:
-            with suppress(ProcessLookupError):
-                os.kill(pids["supervisor"], signal.SIGTERM)
+        refuse_foreign_directory(self.state)
         end = time.monotonic() + _END_S
-        # After an unclean end the pids on file may be anybody's: only those of a live lab count.
-        for name, pid in pids.items():
-            while not has_ended(pid):
-                if time.monotonic() > end:
-                    raise LabError(f"{name} (process {pid}) does not end", hint=f"kill -KILL {pid}")
-                time.sleep(0.02)
-        self._clear_away()
+        claim = None
+        while self.state.exists() and (claim := take(self.state)) is None:
+            # Held by the supervisor, or by an `up` that has not started it yet.
+            supervisor = live_pids(self.state).get("supervisor")
+            if supervisor is not None:
+                with suppress(ProcessLookupError):
+                    os.kill(supervisor, signal.SIGTERM)
+            if time.monotonic() > end:
+                raise LabError(
+                    f"a process that uses {self.state} does not end",
+                    hint=f"fuser -v {self.state / MARKER}",
+                )
+            time.sleep(0.02)
+        if claim is not None:
+            with claim:
+                clear_away(self.state, end)
 
     def status(self) -> SiteStatus:
         """What runs now."""
@@ -229,34 +234,31 @@ class Lab:
                 f"the lab in {self.state} is already up",
                 hint=f"dflashctl lab down --state {self.state}",
             )
-        self._refuse_foreign_directory()
+        refuse_foreign_directory(self.state)
         for path in _sources(spec):
             if not Path(path).exists():
                 raise LabError(f"{path} does not exist and cannot be shown in a container")
 
-    def _refuse_foreign_directory(self) -> None:
-        if self.state.exists() and not (self.state / MARKER).exists() and _has_entries(self.state):
-            raise LabError(f"{self.state} exists and is not a lab's state directory")
+    def _clear_leftovers(self) -> None:
+        if not self.state.exists():
+            return
+        claim = take(self.state)
+        if claim is None:
+            raise LabError(
+                f"another process is using {self.state}",
+                hint=f"dflashctl lab status --state {self.state}",
+            )
+        with claim:
+            clear_away(self.state, time.monotonic() + _END_S)
 
-    def _clear_away(self) -> None:
-        """Remove what a lab that is down has left: its cgroups, then its directory."""
-        name = read_json(self.state / "lab.json").get("cgroup")
-        if name:
-            _remove_cgroups(name)
-        if self.state.exists():
-            # The marker goes last: killed in between, the rest is still known as a lab's.
-            for path in sorted(self.state.iterdir(), key=lambda p: p.name == MARKER):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-            self.state.rmdir()
-
-    def _write_state(self, spec: SiteSpec, ports: Mapping[str, int]) -> None:
-        _make_key(self.key, "laptop")
+    def _write_state(self, spec: SiteSpec, ports: Mapping[str, int], claim: int) -> None:
+        _make_key(self.key, "laptop", claim)
         known = []
         for name, host in spec.hosts.items():
             directory = self.state / name
             (directory / "mnt").mkdir(parents=True)
             (directory / "shared").mkdir()
-            _make_key(directory / "host_key", name)
+            _make_key(directory / "host_key", name, claim)
             public = (directory / "host_key.pub").read_text(encoding="ascii").split()[:2]
             known.append(f"[127.0.0.1]:{ports[name]},{host.ip} {' '.join(public)}\n")
             write_json(directory / "shared/gpu.json", fresh_gpu_state(host.gpus))
@@ -293,9 +295,12 @@ class Lab:
   SendEnv LANG LC_*
 """
 
-    def _start_supervisor(self, listeners: Mapping[str, int], owner: int | None) -> None:
+    def _start_supervisor(
+        self, listeners: Mapping[str, int], claim: int, owner: int | None
+    ) -> bool:
+        """Start it detached; whether it says that all hosts run."""
         ready, ready_inside = os.pipe()
-        orders = {"listeners": dict(listeners), "ready": ready_inside, "owner": owner}
+        orders = {"listeners": listeners, "ready": ready_inside, "claim": claim, "owner": owner}
         python = [sys.executable, "-P", "-m", SUPERVISOR, str(self.state), json.dumps(orders)]
         environment = {**os.environ, "PYTHONPATH": str(_PACKAGE_ROOT)}
         environment["PATH"] = f"{environment.get('PATH', '')}:{SEARCH_PATH}"
@@ -308,19 +313,15 @@ class Lab:
                 stderr=log,
                 cwd="/",
                 env=environment,
-                pass_fds=[ready_inside, *listeners.values()],
+                pass_fds=[ready_inside, claim, *listeners.values()],
                 check=True,
             )
         os.close(ready_inside)
         try:
             # End of file without a word: the supervisor has ended.
-            answered = bool(select.select([ready], [], [], _START_S)[0]) and os.read(ready, 16)
+            return bool(select.select([ready], [], [], _START_S)[0] and os.read(ready, 16))
         finally:
             os.close(ready)
-        if not answered:
-            reason = self._log()
-            self.down()
-            raise LabError(f"the lab did not start:\n{reason}")
 
     def _log(self) -> str:
         """What the supervisor and the hosts said, and LXC's errors."""
@@ -355,10 +356,6 @@ def _sources(spec: SiteSpec) -> list[str]:
     ]
 
 
-def _has_entries(directory: Path) -> bool:
-    return not directory.is_dir() or any(directory.iterdir())
-
-
 def _listen(name: str, port: int) -> socket.socket:
     try:
         return socket.create_server(("127.0.0.1", port), backlog=64)
@@ -370,9 +367,10 @@ def _listen(name: str, port: int) -> socket.socket:
         ) from None
 
 
-def _make_key(path: Path, comment: str) -> None:
+def _make_key(path: Path, comment: str, claim: int) -> None:
     command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", comment, "-f", str(path)]
-    subprocess.run(command, check=True)
+    # It shares the claim: were this process killed, nobody clears the directory under its hands.
+    subprocess.run(command, check=True, pass_fds=[claim])
 
 
 def _roles(host: HostSpec, *, cpu: bool) -> str:
@@ -380,27 +378,3 @@ def _roles(host: HostSpec, *, cpu: bool) -> str:
         return "{target: [cpu], drafter: [cpu]}"
     target = max(1, host.gpus * 5 // 8)
     return f"{{target: {list(range(target))}, drafter: {list(range(target, host.gpus))}}}"
-
-
-def _remove_cgroups(name: str) -> None:
-    """Remove a lab's cgroups. LXC made them below the root or below the cgroup of some process."""
-    tops = []
-    for directory, below, _ in os.walk(_CGROUPS):
-        if name in below:
-            below.remove(name)
-            tops.append(Path(directory, name))
-    for top in tops:
-        for directory_, _, _ in os.walk(top, topdown=False):  # children first
-            _remove_cgroup(Path(directory_))
-
-
-def _remove_cgroup(directory: Path) -> None:
-    for _ in range(50):  # the kernel needs a moment to empty the cgroup of killed processes
-        try:
-            directory.rmdir()
-        except FileNotFoundError:
-            return
-        except OSError:
-            time.sleep(0.05)
-        else:
-            return

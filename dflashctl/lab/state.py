@@ -1,7 +1,7 @@
 """A lab's state directory: what it holds, who is alive, and how to run something inside.
 
 DIR/lab.json      the site, its ports, the name of its cgroups
-DIR/pids.json     {"supervisor": PID, "lan": PID, HOST: PID of the host's pid 1}
+DIR/pids.json     the supervisor, "lan", and by its name each host's pid 1: [PID, START TIME]
 DIR/lab.log       what the supervisor and the hosts said
 DIR/key, known_hosts, ssh_config, ssh_config.lan
 DIR/HOST/shared/  seen inside as /var/lib/pve-lab/shared: faults.json, gpu.json, pct_calls.log, ...
@@ -20,7 +20,6 @@ from typing import Any
 from dflashctl.errors import LabError
 from dflashctl.lab.spec import SiteSpec, dump_site, parse_site
 
-MARKER = ".dflashctl-lab"
 SUPERVISOR = "dflashctl.lab.supervisor"
 # The longest path of a unix socket is 107 bytes; the rest is for the name of one in the directory,
 # such as an agent's or OpenSSH's control socket.
@@ -108,24 +107,35 @@ class SiteState:
         return self.in_host(host, argv, stdin=stdin, timeout_s=timeout_s)
 
 
+def record_pids(state: Path, pids: Mapping[str, int]) -> None:
+    """Write pids.json: a number with its start time, as the number alone may be anybody's later."""
+    write_json(state / "pids.json", {name: [pid, _start_time(pid)] for name, pid in pids.items()})
+
+
+def recorded_pids(state: Path) -> dict[str, int]:
+    """Processes of a lab that still live, by name, also when its supervisor has ended."""
+    recorded: dict[str, list[int]] = read_json(state / "pids.json")
+    return {
+        name: pid
+        for name, (pid, started) in recorded.items()
+        if started and _start_time(pid) == started
+    }
+
+
 def live_pids(state: Path) -> dict[str, int]:
     """Processes of a lab that is up, by name; empty when it is down."""
-    pids: dict[str, int] = read_json(state / "pids.json")
-    try:
-        # The pid of a dead supervisor may belong to somebody else by now.
-        command = Path(f"/proc/{pids['supervisor']}/cmdline").read_bytes().split(b"\0")
-    except (KeyError, OSError):
-        return {}
-    return pids if SUPERVISOR.encode() in command and os.fsencode(state) in command else {}
+    pids = recorded_pids(state)
+    return pids if "supervisor" in pids else {}
 
 
-def has_ended(pid: int) -> bool:
-    """Whether a process is gone, or is a zombie that nobody reaped yet."""
+def _start_time(pid: int) -> int:
+    """When a process began, in ticks since boot; 0 when it is gone or nobody reaped it yet."""
     try:
-        status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return True
-    return status.rpartition(")")[2].split()[0] == "Z"
+        return 0
+    fields = stat.rpartition(")")[2].split()  # from field 3, the state, on; see proc(5)
+    return 0 if fields[0] == "Z" else int(fields[19])
 
 
 def wait_for_sshd(host: str, port: int) -> None:

@@ -11,18 +11,20 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from dflashctl.errors import LabError
+from dflashctl.lab.claim import clear_away
 from dflashctl.lab.forwarder import Forwarder, Line
 from dflashctl.lab.spec import GATEWAY, LAN
-from dflashctl.lab.state import SiteState, write_json
+from dflashctl.lab.state import SiteState, record_pids
 
 _TICK_S = 0.2
+_END_S = 1.0
+_CLEAR_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Orders:
 
     listeners: dict[str, int]
     ready: int
+    claim: int
     owner: int | None
 
 
@@ -43,44 +46,52 @@ class Supervisor:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pids = {"supervisor": os.getpid()}
         self._owner = None if orders.owner is None else os.pidfd_open(orders.owner)
-        for fd in (orders.ready, *orders.listeners.values()):
+        for fd in (orders.ready, orders.claim, *orders.listeners.values()):
             os.set_inheritable(fd, False)  # noqa: FBT003  it takes no keyword
 
     def start(self) -> None:
         """Bring up LAN and hosts; returns when every host's sshd was started."""
         self._record()  # from here on `down` finds this process
         self._start_lan()
+        self._record()
         namespaces = ["--mount", "--uts", "--net", "--ipc", "--pid", "--propagation", "private"]
         for name in self._site.spec.hosts:
             host = [sys.executable, "-P", "-m", "dflashctl.lab.host", str(self._site.state), name]
-            self._pids[name] = self._spawn([*namespaces], host)
-        self._record()
+            self._pids[name] = self._spawn(namespaces, host)
+            self._record()
         for number, name in enumerate(self._site.spec.hosts):
             self._connect(number, name)
         self._wait_for_hosts()
-        os.write(self._orders.ready, b"ready")
+        os.write(self._orders.ready, b"ready")  # BrokenPipeError: `up` was killed meanwhile
         os.close(self._orders.ready)
 
-    def watch(self, stop: threading.Event) -> None:
-        """Return when told to stop, when a host, the owner or the state directory is gone."""
-        marker = self._site.state / "lab.json"
-        while not stop.wait(_TICK_S) and marker.exists():
+    def watch(self) -> None:
+        """Return when a host, the owner or the state directory is gone."""
+        while (self._site.state / "lab.json").exists() and not self.is_abandoned():
+            time.sleep(_TICK_S)
             if any(p.poll() is not None for p in self._processes):
                 return
-            if self._owner is not None and select.select([self._owner], [], [], 0)[0]:
-                return
+
+    def is_abandoned(self) -> bool:
+        """Whether the process that this site must not outlive has ended."""
+        return self._owner is not None and bool(select.select([self._owner], [], [], 0)[0])
 
     def end(self) -> None:
         """SIGKILL pid 1 of each host: the kernel ends all else in its namespaces."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         for name, pid in self._pids.items():
             if name != "supervisor":
                 with suppress(ProcessLookupError):  # it may be the one that ended by itself
                     os.kill(pid, signal.SIGKILL)
         for process in self._processes:
-            process.wait()
+            try:
+                process.wait(timeout=_END_S)
+            except subprocess.TimeoutExpired:  # told to end before its child was known
+                process.kill()  # which kills the child: --kill-child
+                process.wait()
 
     def _record(self) -> None:
-        write_json(self._site.state / "pids.json", self._pids)
+        record_pids(self._site.state, self._pids)
 
     def _spawn(self, namespaces: list[str], argv: list[str]) -> int:
         """Run argv as the first process of new namespaces; it dies with this process."""
@@ -144,16 +155,17 @@ def main() -> int:
     """Entry point of the detached process."""
     site = SiteState(Path(sys.argv[1]))
     supervisor = Supervisor(site, Orders(**json.loads(sys.argv[2])))
-    stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         supervisor.start()
-        supervisor.watch(stop)
-    except LabError as error:
+        supervisor.watch()
+    except (LabError, BrokenPipeError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
     finally:
         supervisor.end()
+        if supervisor.is_abandoned():  # nobody is left to call `down`
+            clear_away(site.state, time.monotonic() + _CLEAR_S)
     return 0
 
 

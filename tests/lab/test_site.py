@@ -21,7 +21,7 @@ from dflashctl.inventory import load_inventory
 from dflashctl.lab.interpreter import python_paths
 from dflashctl.lab.site import Lab
 from dflashctl.lab.spec import ContainerSpec, HostSpec, MountSpec, SiteSpec
-from dflashctl.lab.state import has_ended, live_pids, read_json
+from dflashctl.lab.state import live_pids, read_json, recorded_pids
 from dflashctl.transport import connect, run_script
 from dflashctl.transport.base import Script
 
@@ -52,6 +52,13 @@ def wait_until(what: Callable[[], bool], seconds: float = 10) -> None:
     while not what():
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.02)
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
 
 
 def cgroups_of(name: str) -> list[str]:
@@ -97,7 +104,7 @@ def test_killing_the_supervisor_ends_everything(second: Lab) -> None:
     assert job.returncode == 0
     pids = live_pids(second.state)
     os.kill(pids["supervisor"], signal.SIGKILL)
-    wait_until(lambda: all(map(has_ended, pids.values())))
+    wait_until(lambda: not recorded_pids(second.state))
     left = [
         p for p in Path("/proc").glob("[0-9]*/cmdline") if b"sleep\x0098765" in read_or_empty(p)
     ]
@@ -117,38 +124,64 @@ def test_up_after_an_unclean_end_works_and_removes_the_old_cgroups(second: Lab) 
     old = read_json(second.state / "lab.json")["cgroup"]
     pids = live_pids(second.state)
     os.kill(pids["supervisor"], signal.SIGKILL)
-    wait_until(lambda: all(map(has_ended, pids.values())))
+    wait_until(lambda: not recorded_pids(second.state))
     second.up(small_site())
     assert second.in_container("one", 100, "echo ok").stdout == b"ok\n"
     assert cgroups_of(old) == []
 
 
-@pytest.mark.parametrize("after_s", [0.02, 0.1, 0.2, 0.3])
-def test_up_killed_half_way_leaves_what_the_next_up_can_clear(second: Lab, after_s: float) -> None:
+@pytest.mark.parametrize("after_s", [0.05, 0.1, 0.15, 0.2, 0.25, 0.3])
+def test_up_killed_half_way_leaves_what_down_and_the_next_up_can_clear(
+    second: Lab, after_s: float
+) -> None:
     argv = [sys.executable, "-m", "dflashctl.lab", "--state", str(second.state), "up"]
-    with subprocess.Popen(
-        argv, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    ) as up:
+    null = subprocess.DEVNULL
+    with subprocess.Popen(argv, cwd=ROOT, stdout=null, stderr=null) as up:
         time.sleep(after_s)
         up.kill()
     second.down()
+    assert not second.state.exists()
     second.up(small_site())
     assert second.in_container("one", 100, "echo ok").stdout == b"ok\n"
 
 
-def test_the_end_of_its_owner_ends_the_lab(second: Lab) -> None:
+def test_down_also_ends_a_lab_that_is_just_starting(second: Lab) -> None:
+    argv = [sys.executable, "-m", "dflashctl.lab", "--state", str(second.state), "up"]
+    with subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as up:
+        wait_until((second.state / "pids.json").exists)
+        second.down()
+        assert up.wait(timeout=10) == 1
+        assert up.stderr
+        assert b"error[lab]: the lab did not start" in up.stderr.read()
+    assert not second.state.exists()
+
+
+def test_of_two_who_bring_the_same_lab_up_at_once_one_is_refused(second: Lab) -> None:
+    argv = [sys.executable, "-m", "dflashctl.lab", "--state", str(second.state), "up"]
+    both = [
+        subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        for _ in range(2)
+    ]
+    answers = [process.communicate(timeout=20)[1].decode() for process in both]
+    assert sorted(process.returncode for process in both) == [0, 1]
+    refused = "".join(answers)
+    assert re.search("another process is using|is already up", refused), refused
+    assert len(second.status().hosts) == 2
+
+
+def test_the_end_of_its_owner_ends_the_lab_and_leaves_nothing(second: Lab) -> None:
     with subprocess.Popen(["sleep", "60"]) as owner:
         second.up(small_site(), owner=owner.pid)
-        assert second.status().up
+        cgroup = read_json(second.state / "lab.json")["cgroup"]
         owner.kill()
-    wait_until(lambda: not second.status().up)
+    wait_until(lambda: not second.state.exists())
+    assert cgroups_of(cgroup) == []
 
 
 def test_a_lab_whose_directory_is_removed_ends(second: Lab) -> None:
     second.up(small_site())
-    pids = live_pids(second.state)
     (second.state / "lab.json").unlink()
-    wait_until(lambda: all(map(has_ended, pids.values())))
+    wait_until(lambda: not recorded_pids(second.state))
 
 
 def test_a_fixed_port_is_used_and_a_taken_one_is_named(second: Lab) -> None:

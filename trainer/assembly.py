@@ -56,8 +56,9 @@ def devices_of(manifest: Manifest, config: TrainConfig) -> Devices:
     """Return the torch devices of the roles.
 
     CUDA_VISIBLE_DEVICES lists the target GPUs first and the drafter GPUs after them, each once, so
-    cuda:i is the i-th GPU of the manifest; a GPU may hold several roles. Raises: ConfigError when the GPUs asked for are not there; the CPU
-    is never taken instead.
+    cuda:i is the i-th GPU of the manifest; a GPU may hold several roles.
+
+    Raises: ConfigError when the GPUs asked for are not there; the CPU is never taken instead.
     """
     roles = manifest.devices("target"), manifest.devices("drafter")
     for gpus, name in zip(roles, ("target", "drafter"), strict=True):

@@ -1,0 +1,105 @@
+"""Whole training runs on an NVIDIA GPU: flex attention compiled through the gate, real threads.
+
+One GPU is enough: it then stands in every role, as two drafter threads on the same card do.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainer.contract.events import EventDecoder
+from trainer.contract.exit_record import TrainerExit
+from trainer.session import Session
+from trainer.warmup import warm_up
+
+MakeRun = Callable[..., Path]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(300),  # the first compile of a process takes most of a minute
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+
+def _on_gpus(run_dir: Path) -> Path:
+    """Give the roles of a run the GPUs of this machine, one after another, all in turn."""
+    manifest = json.loads((run_dir / "manifest.json").read_text())
+    for number, gpu in enumerate(manifest["gpus"]):
+        index = number % torch.cuda.device_count()
+        gpu.update(uuid=f"GPU-{index}", index=index)
+    (run_dir / "manifest.json").write_text(json.dumps(manifest))
+    return run_dir
+
+
+def _events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    data = (run_dir / "metrics.jsonl").read_bytes()
+    return [event for event in EventDecoder().feed(data) if event["kind"] == kind]
+
+
+CUDA: dict[str, Any] = {
+    "run": {"device": "cuda"},
+    "draft": {"head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1},
+}
+PACKED: dict[str, Any] = {"data": {"packing": True, "token_budget": 256, "max_anchors": 32}}
+
+
+def test_packed_run_compiles_in_its_warm_up_alone(make_run: MakeRun) -> None:
+    run_dir = _on_gpus(make_run(drafters=2, **CUDA, **PACKED))
+    assert Session(run_dir, resume=False).train() is TrainerExit.FINISHED
+    compiles = _events(run_dir, "compile")
+    assert compiles
+    assert {event["thread"] for event in compiles} == {"MainThread"}
+    assert all(event["expected"] for event in compiles)
+    seqs = {event["phase"]: event["seq"] for event in _events(run_dir, "phase")}
+    assert all(seqs["warmup"] < event["seq"] < seqs["train"] for event in compiles)
+    assert all(value > 0 for value in _events(run_dir, "step")[-1]["memory_bytes"].values())
+
+
+def test_flex_on_the_gpu_takes_the_same_steps_as_sdpa_on_the_cpu(make_run: MakeRun) -> None:
+    on_gpu = _on_gpus(make_run("gpu", **CUDA, **PACKED))
+    on_cpu = make_run("cpu", draft=CUDA["draft"], **PACKED)
+    for run_dir in (on_gpu, on_cpu):
+        Session(run_dir, resume=False).train()
+    losses = [[event["loss"] for event in _events(r, "step")] for r in (on_gpu, on_cpu)]
+    # The first weights are drawn on the device, so runs differ; a loss far off would still tell.
+    assert losses[0] == pytest.approx(losses[1], rel=0.05)
+
+
+def test_rows_of_many_lengths_compile_one_at_a_time_while_others_train(make_run: MakeRun) -> None:
+    rows = {"data": {"max_length": 32, "token_budget": 128, "max_batch_size": 3}}
+    run_dir = _on_gpus(make_run(drafters=2, targets=2, **CUDA, **rows))
+    assert Session(run_dir, resume=False).train() is TrainerExit.FINISHED
+    compiles = _events(run_dir, "compile")
+    assert len(compiles) >= 2
+    assert all(event["expected"] for event in compiles)
+
+
+def test_bf16_run_stops_and_resumes(make_run: MakeRun) -> None:
+    draft = CUDA["draft"] | {"dtype": "bfloat16"}
+    run_dir = _on_gpus(
+        make_run(run=CUDA["run"], draft=draft, target={"dtype": "bfloat16"}, **PACKED)
+    )
+    assert Session(run_dir, resume=False).train() is TrainerExit.FINISHED
+    (run_dir / "checkpoints" / "step_00000012" / "COMPLETE.json").unlink()
+    assert Session(run_dir, resume=True).train() is TrainerExit.FINISHED
+    losses: dict[int, list[float]] = {}
+    for event in _events(run_dir, "step"):
+        losses.setdefault(event["step"], []).append(event["loss"])
+    for step in range(9, 13):
+        first, again = losses[step]
+        assert again == pytest.approx(first, rel=2e-2)
+
+
+def test_warm_up_compiles_on_each_drafter_device(
+    make_run: MakeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = _on_gpus(make_run(**CUDA, **PACKED))
+    torch._dynamo.reset()
+    warm_up(run_dir)
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    warmed = [line for line in lines if line["kind"] == "warmup"]
+    assert len(warmed) == 1
+    assert warmed[0]["num_compiles"] >= 1

@@ -374,7 +374,7 @@ def _make_key(path: Path, comment: str, claim: int) -> None:
 
 
 def _roles(host: HostSpec, *, cpu: bool) -> str:
-    if cpu:
+    if cpu or not host.gpus:
         return "{target: [cpu], drafter: [cpu]}"
     target = max(1, host.gpus * 5 // 8)
     return f"{{target: {list(range(target))}, drafter: {list(range(target, host.gpus))}}}"

@@ -230,6 +230,7 @@ def test_questions_to_a_lab_that_is_down_say_how_to_start_it(second: Lab) -> Non
 
 def test_a_host_without_containers_lists_nothing_not_even_a_header(second: Lab) -> None:
     second.up(SiteSpec({"bare": HostSpec(ip="10.1.2.9", gpus=0)}))
+    assert "bare" in second.hosts_yaml()
     done = second.in_host("bare", ["pct", "list"])
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
     assert second.in_host("bare", ["nvidia-smi"]).stdout == b"No devices were found\n"

@@ -161,7 +161,7 @@ def test_every_line_comes_once_although_the_network_is_cut(
 def test_a_link_that_is_silent_is_given_up_and_goes_on_at_the_next_byte(
     lab_site: Lab, inventory: Inventory, start_run: Callable[[str, float], str]
 ) -> None:
-    watcher = Watcher(of_backend(inventory, "fabric"), start_run("stall", 30.0))
+    watcher = Watcher(of_backend(inventory, "fabric"), start_run("stall", 18.0))
     watcher.until(lambda: len(watcher.of(LogBytes)) > 5)
     lab_site.fault("kpro6", "net", "stall")
     watcher.until(lambda: watcher.of(Notice), within_s=40)

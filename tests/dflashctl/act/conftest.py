@@ -79,12 +79,12 @@ class Project:
         )
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        process = self.popen(*arguments)
-        try:
-            out, err = process.communicate(timeout=60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            raise
+        with self.popen(*arguments) as process:
+            try:
+                out, err = process.communicate(timeout=120)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def document(self, *arguments: str) -> dict[str, Any]:

@@ -56,10 +56,10 @@ def _head(view: RunView, width: int) -> list[Line]:
     where = f"{view.tag} on {view.place}"
     phase = view.phase or ("train" if view.step else "starting")
     step, total = view.step.get("step"), view.step.get("num_steps")
-    lines = [
-        (f"{where}   {state}   phase {phase}", "bold"),
-        (f"step {progress(view.step)}   ETA {duration(view.step.get('eta_s'))}", ""),
-    ]
+    lines = [(f"{where}   {state}   phase {phase}", "bold")]
+    if view.step:
+        eta = duration(view.step.get("eta_s"))
+        lines.append((f"step {progress(view.step)}   ETA {eta}", ""))
     if isinstance(step, int) and isinstance(total, int) and total > 0:
         done = min(1.0, step / total)
         share = f" {100 * done:5.1f} %"
@@ -83,14 +83,14 @@ def _figures(view: RunView, mono_s: float, width: int) -> list[Line]:
     expected = f"{of('expected_accepted', '.3f')} (teacher-forced estimate)"
     compiles = f"compiles {view.num_compiles} ({duration(view.compile_s)})"
     last = f"last event {duration(age_s)}{' ago' if age_s is not None else ''}"
-    return [
+    running = [
         (loss + sparkline(list(view.losses), max(0, min(40, width - len(loss)))), ""),
         (f"slot accuracy {of('slot_accuracy', '.3f')}   expected accepted {expected}", ""),
         (f"{speed}   {pace}", ""),
         (f"q_hs {of('q_hs', '.3g')}   waits: target {target} s, drafter {drafter} s", ""),
-        (f"{compiles}   checkpoint {view.checkpoint.get('step', '-')}   {last}", ""),
-        *_evaluation(view.evaluation),
     ]
+    notes = (f"{compiles}   checkpoint {view.checkpoint.get('step', '-')}   {last}", "")
+    return [*(running if view.step else []), notes, *_evaluation(view.evaluation)]
 
 
 def _evaluation(event: dict[str, Any]) -> list[Line]:

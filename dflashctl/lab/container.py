@@ -5,11 +5,12 @@ seen on the host can be mapped to its container through /proc/PID/cgroup.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from dflashctl.lab.interpreter import outermost
-from dflashctl.lab.layer import add_file, hide, is_hidden
+from dflashctl.lab.layer import add_file, hide, is_hidden, mount_points
 from dflashctl.lab.spec import SiteSpec
 
 # Where a host keeps what belongs to the lab. In a container the same path is HOST's "shared".
@@ -44,16 +45,7 @@ class Container:
         self.devices = [*(f"nvidia{i}" for i in range(site.hosts[host].gpus))]
         self.devices += ["nvidiactl", "nvidia-uvm"]
         self._cgroup = f"{cgroup}/{host}"
-        self._exposed = site.exposed(host, vmid)
-
-    def binds(self) -> list[Bind]:
-        """What is mounted into it, in order. What its root shows anyway is left out."""
-        exposed = [p for p in outermost(self._exposed) if is_hidden(p)]
-        mounts = self.spec.mount_points().items()
-        return [
-            *(Bind(path, path, writable=False) for path in exposed),
-            *(Bind(mount.source, path, mount.writable) for path, mount in mounts),
-        ]
+        self.binds = self._binds(site.exposed(host, vmid))
 
     def place(self, number: int) -> str:
         """Where the host keeps bind `number`, before the container starts."""
@@ -94,7 +86,7 @@ class Container:
             f"{LAB}/shared {LAB[1:]} none bind,ro,create=dir",
             f"/proc {HOST_PROC} none bind,ro,create=dir",
             *(f"/dev/{d} {_device_entry(d)}" for d in self.devices),
-            *(self._bind_entry(i, b) for i, b in enumerate(self.binds())),
+            *(self._bind_entry(i, b) for i, b in enumerate(self.binds)),
         ]
         values = [
             f"lxc.rootfs.path = overlay:{LAB}/base:{self.root}/up",
@@ -129,6 +121,16 @@ class Container:
         add_file(layer / "etc/motd", "")
         add_file(layer / "usr/bin/nvidia-smi", nvidia_smi, 0o755)
         add_file(layer / "sbin_init", _INIT, 0o755)
+
+    def _binds(self, exposed: Sequence[str]) -> list[Bind]:
+        """What is mounted into it, in order. What its root shows anyway is left out."""
+        mounted = mount_points()
+        hidden = [path for path in outermost(exposed) if is_hidden(path, mounted)]
+        mounts = self.spec.mount_points().items()
+        return [
+            *(Bind(path, path, writable=False) for path in hidden),
+            *(Bind(mount.source, path, mount.writable) for path, mount in mounts),
+        ]
 
     def _bind_entry(self, number: int, bind: Bind) -> str:
         kind = "dir" if Path(bind.source).is_dir() else "file"

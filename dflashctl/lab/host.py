@@ -125,7 +125,7 @@ class Host:
         bind(self.top, lab / "disk")
         bind(self.directory / "shared", lab / "shared")
         for container in self.containers:
-            for i, wanted in enumerate(container.binds()):
+            for i, wanted in enumerate(container.binds):
                 source, place = Path(wanted.source), self.root / container.place(i)[1:]
                 place.parent.mkdir(parents=True, exist_ok=True)
                 if source.is_dir():

@@ -1,6 +1,8 @@
 """The upper layer of an overlay file system: files to add, directories to hide."""
 
 import os
+import re
+from collections.abc import Iterable
 from pathlib import Path
 
 # What a host or container must not see of this machine. Below these, only what is exposed shows.
@@ -11,9 +13,22 @@ HIDDEN = (
 _MODES = {"tmp": 0o1777, "var/tmp": 0o1777, "root": 0o700}
 
 
-def is_hidden(path: str) -> bool:
-    """Whether an absolute path lies in or is a directory that the lab hides."""
-    return any(path == f"/{d}" or path.startswith(f"/{d}/") for d in HIDDEN)
+def is_hidden(path: str, mount_points: Iterable[str]) -> bool:
+    """Whether an absolute path cannot be seen through an overlay over "/".
+
+    It may lie in a directory that the lab hides, or on another file system, which overlayfs does
+    not cross into. `mount_points` are those of this machine.
+    """
+    tops = [*(f"/{name}" for name in HIDDEN), *(m for m in mount_points if m != "/")]
+    return any(path == top or path.startswith(top + "/") for top in tops)
+
+
+def mount_points() -> list[str]:
+    """Where file systems are mounted on this machine."""
+    lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
+    fields = (line.split()[4] for line in lines.splitlines())
+    # A blank in a path is written in octal; see proc(5).
+    return [re.sub(r"\\(\d{3})", lambda m: chr(int(m[1], 8)), field) for field in fields]
 
 
 def hide(layer: Path) -> None:

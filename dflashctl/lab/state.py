@@ -22,7 +22,7 @@ from dflashctl.lab.spec import SiteSpec, dump_site, parse_site
 
 SUPERVISOR = "dflashctl.lab.supervisor"
 # The longest path of a unix socket is 107 bytes; the rest is for the name of one in the directory,
-# such as an agent's or OpenSSH's control socket.
+# such as an ssh agent's or OpenSSH's control socket.
 MAX_STATE_BYTES = 90
 _SSHD_S = 30.0
 _INSIDE = ["env", "-i", "PATH=/usr/sbin:/usr/bin:/sbin:/bin", "HOME=/root", "LANG=C.UTF-8"]

@@ -9,6 +9,7 @@ import pytest
 from dflashctl.errors import LabError
 from dflashctl.lab.container import Container
 from dflashctl.lab.interpreter import outermost, python_paths
+from dflashctl.lab.layer import is_hidden, mount_points
 from dflashctl.lab.requirements import missing_requirements
 from dflashctl.lab.spec import ContainerSpec, HostSpec, MountSpec, SiteSpec
 
@@ -52,11 +53,21 @@ def test_only_hidden_paths_are_bound_into_a_container_each_tree_once() -> None:
     hosts = {"a": HostSpec("10.1.2.3", containers={100: spec})}
     site = SiteSpec(hosts, expose=("/opt/py/lib", "/etc"))
     container = Container(site, "a", 100, "cgroup")
-    assert [(b.source, b.target, b.writable) for b in container.binds()] == [
+    assert [(b.source, b.target, b.writable) for b in container.binds] == [
         ("/home/u/venv", "/home/u/venv", False),
         ("/opt/py", "/opt/py", False),
         ("/srv/m", "/models", False),
     ]
+
+
+def test_a_path_on_another_file_system_is_hidden_too() -> None:
+    mounts = ["/", "/builds", "/proc"]
+    assert is_hidden("/builds/project/.venv", mounts)
+    assert is_hidden("/builds", mounts)
+    assert not is_hidden("/buildsystem", mounts)
+    assert not is_hidden("/usr/lib", mounts)
+    assert is_hidden("/home/u", mounts)
+    assert {"/", "/proc"} <= set(mount_points())
 
 
 def test_a_machine_that_runs_the_lab_lacks_nothing_and_another_names_packages() -> None:

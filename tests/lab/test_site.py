@@ -315,6 +315,13 @@ def test_a_mount_that_lxc_cannot_make_is_shown_with_its_reason(second: Lab, tmp_
     assert "Read-only file system" in failed.value.message
 
 
+def test_a_path_on_another_file_system_can_be_exposed(second: Lab) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+        (Path(name) / "x").write_text("seen")
+        second.up(small_site(container=ContainerSpec(expose=(name,))))
+        assert second.in_container("one", 100, f"cat {name}/x").stdout == b"seen"
+
+
 def test_a_path_that_does_not_exist_is_named_before_anything_starts(second: Lab) -> None:
     with pytest.raises(LabError, match="/nowhere does not exist"):
         second.up(small_site(container=ContainerSpec(expose=("/nowhere",))))

@@ -286,8 +286,9 @@ class _Verifier:
     def __init__(self, target: Target) -> None:
         self._target = target
         self._cache = DynamicCache(config=target.model.config)
-        kinds = getattr(target.text_config, "layer_types", None) or [FULL]
-        self._croppable = set(kinds) == {FULL}
+        kinds = getattr(target.text_config, "layer_types", None)
+        windowed = bool(getattr(target.text_config, "sliding_window", None))
+        self._croppable = not windowed if kinds is None else set(kinds) == {FULL}
         self._before: Any = None
 
     def run(self, ids: Tensor, keep_logits: int) -> tuple[Tensor, Tensor]:

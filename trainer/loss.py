@@ -201,13 +201,12 @@ class _HeadLoss(torch.autograd.Function):
         hit = torch.empty_like(labels, dtype=torch.bool)
         for start in range(0, len(x), chunk_rows):
             part = slice(start, start + chunk_rows)
-            logits = (x[part] @ head.t()).float()
+            logits = x[part] @ head.t()
             label = labels[part, None]
-            log_sum = logits.logsumexp(-1, keepdim=True)
-            entropy = log_sum - logits.gather(1, label)
-            total += (entropy.squeeze(1) * weights[part]).sum()
             hit[part] = logits.argmax(-1) == labels[part]
-            slope = logits.sub_(log_sum).exp_()  # softmax, in place
+            slope = F.log_softmax(logits, -1, dtype=torch.float32)
+            total -= (slope.gather(1, label).squeeze(1) * weights[part]).sum()
+            slope.exp_()  # softmax, in place: this is the largest tensor of a step
             slope.scatter_add_(1, label, slope.new_full((1, 1), -1.0).expand_as(label))
             slope.mul_(weights[part, None])
             torch.mm(slope.to(x.dtype), head, out=grad[part])

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from trainer.contract.config import TrainConfig
 from trainer.data.dataset import ChatDataset, Sample
@@ -232,3 +232,23 @@ def test_evaluation_without_prompts_is_refused(overfitted: Overfitted):
         evaluate(overfitted.target, overfitted.draft, [], 4)
     with pytest.raises(DataError, match="no empty one"):
         evaluate(overfitted.target, overfitted.draft, [[1], []], 4)
+
+
+def test_windowed_target_replays_what_its_window_has_dropped(train_config: MakeTrainConfig):
+    config = MistralConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        sliding_window=6,
+        initializer_range=0.2,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    target = Target(MistralForCausalLM(config), (1, 2))
+    settings = train_config(draft={"mask_token_id": 63, "target_layer_ids": [1, 2]})
+    found = evaluate(target, untrained(target, settings), [[5, 6, 7, 8], [9, 1]], 16)
+    assert found.differences == []
+    assert found.acceptance_length < 2

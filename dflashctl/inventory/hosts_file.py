@@ -104,7 +104,10 @@ def _host(key: Value, value: Value, directory: Path) -> Host:
     name = key.name("a host name (letters, digits, . _ -)", _NAME)
 
     def file(item: Value) -> str:
-        return str(directory / Path(item.text("a file name")).expanduser())
+        try:
+            return str(directory / Path(item.text("a file name")).expanduser())
+        except RuntimeError:  # ~user, and no such user
+            raise item.error("the home directory of that user is not known") from None
 
     readers: dict[str, Reader] = {
         "address": lambda item: item.name("a host name or user@host", _ADDRESS),

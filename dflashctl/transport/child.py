@@ -149,12 +149,14 @@ class _Pump:
         return moved
 
     def _write(self) -> None:
+        while not self._unsent:
+            block = next(self._source, None)  # outside the try: its errors are the caller's
+            if block is None:
+                self._end(self._stdin)
+                return
+            self._unsent = memoryview(block)
         try:
-            while not self._unsent:
-                self._unsent = memoryview(next(self._source))
             num_sent = os.write(self._stdin.fileno(), self._unsent[:CHUNK_BYTES])
-        except StopIteration:
-            self._end(self._stdin)
         except BlockingIOError:
             return
         except OSError:  # the child takes no more; how it ends says why

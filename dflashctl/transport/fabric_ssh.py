@@ -144,9 +144,9 @@ class FabricTransport(Transport):
             raise
         except (paramiko.SSHException, OSError, EOFError, ValueError) as error:
             link = connection.client.get_transport()
-            # The keys are exchanged and the link stands: what failed is the login, such as a key
-            # file that cannot be read, for which paramiko has a dozen exceptions.
-            at_login = link is not None and link.is_active() and link.initial_kex_done
+            # The host key was accepted: what failed is the login, such as a key file that cannot
+            # be read or MaxAuthTries, for which paramiko has a dozen exceptions.
+            at_login = link is not None and link.initial_kex_done
             failed = _open_error(error, host, settings, at_login=at_login)
             hung_up = "SSH protocol banner" in str(error) or isinstance(error, ConnectionResetError)
             if hung_up and time.monotonic() - started_s < limit_s:
@@ -274,6 +274,8 @@ def _open_error(
     import paramiko
 
     words = str(error) or type(error).__name__
+    if words == "No existing session":  # paramiko's words after MaxAuthTries
+        words = "it hung up after too many keys were tried"
     if at_login or isinstance(error, paramiko.AuthenticationException):
         tried = ", ".join(settings.identity_files) or "no key file"
         agent = "" if settings.identities_only else f" and {_num_agent_keys()} keys of the agent"

@@ -63,8 +63,8 @@ def resolve(host: Host) -> SshSettings:
                 f"the identity_file {host.identity_file} does not exist", place=host.name
             )
         identities = [host.identity_file]
-    known = [path(item) for item in _words(found, "userknownhostsfile")] or ["~/.ssh/known_hosts"]
-    known = [host.known_hosts] if host.known_hosts else known
+    known = _words(found, "userknownhostsfile") or ["~/.ssh/known_hosts"]
+    known = [host.known_hosts] if host.known_hosts else [path(item) for item in known]
     known += [path(item) for item in _words(found, "globalknownhostsfile")]
     jump = host.jump or _first(found, "proxyjump")
     command = None if jump else _first(found, "proxycommand")
@@ -76,7 +76,7 @@ def resolve(host: Host) -> SshSettings:
         identities_only=host.identity_file is not None or _first(found, "identitiesonly") == "yes",
         proxy_jump=None if jump == "none" else jump,
         proxy_command=None if command == "none" else command,
-        known_hosts=tuple(Path(item).expanduser() for item in known),
+        known_hosts=tuple(Path(item) for item in known),
         host_key_alias=_first(found, "hostkeyalias"),
     )
 

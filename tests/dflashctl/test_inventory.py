@@ -154,6 +154,7 @@ MISTAKES = [
     (host_with("groups: [a]"), "3:3", "the group 'a' has the name of a host", ""),
     (host_with('jump: "-oProxyCommand=x"'), "5:11", "a jump host", ""),
     (host_with('identity_file: "a\\0b"'), "5:20", "on one line", ""),
+    (host_with("known_hosts: ~no-such-user/k"), "5:18", "home directory", ""),
     (host_with("identity_file: !env X"), "5:20", "the tag !env", ""),
     ("version: 1\nhosts: {no: {}}", "2:9", "takes the bare no for a boolean", '"no"'),
     ("version: 1\nhosts: {1.10: {}}", "2:9", "takes the bare 1.10 for a number", '"1.10"'),

@@ -1,6 +1,10 @@
 """Into containers through pct exec, on the look-alike Proxmox site with its faults."""
 
 import dataclasses
+import os
+import pty
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -51,12 +55,13 @@ def other(place: Place, vmid: int) -> Place:
 
 
 def test_script_runs_inside_the_container_in_one_pct_call(way: Transport, lab_site: Lab) -> None:
-    before = len(lab_site.pct_calls("kpro6"))
+    before, trips = len(lab_site.pct_calls("kpro6")), way.round_trips
     result = run_script(way, Script("cat; cat /proc/sys/kernel/hostname", [b"\0\xff payload\n"]))
     name = lab_site.in_container("kpro6", 200, "cat /proc/sys/kernel/hostname").stdout
     assert result.stdout == b"\0\xff payload\n" + name
     assert name != Path("/proc/sys/kernel/hostname").read_bytes()
     assert len(lab_site.pct_calls("kpro6")) - before == 1
+    assert way.round_trips - trips == 1
     assert way.place == "kpro6/200"
 
 
@@ -187,6 +192,30 @@ def test_user_without_sudo_is_told_that_pct_needs_root(place: Place, open_way: O
     with pytest.raises(TrustError, match="please run as root") as caught:
         run_script(way, Script("echo a"))
     assert "become: sudo" in caught.value.hint
+
+
+ATTACH = """
+import sys
+from pathlib import Path
+from dflashctl.inventory import load_inventory
+from dflashctl.transport import connect
+way = connect(load_inventory(Path(sys.argv[1])).one(["kpro6/200"]))
+status = way.interactive(["bash", "-c", "test -t 0 && echo $TERM $(hostname); exit 7"])
+way.close()
+sys.exit(status)
+"""
+
+
+def test_attach_has_a_terminal_inside_the_container(inventory: Inventory, lab_site: Lab) -> None:
+    master, slave = pty.openpty()
+    argv = [sys.executable, "-c", ATTACH, str(inventory.path)]
+    with subprocess.Popen(argv, stdin=slave, stdout=subprocess.PIPE, stderr=slave) as child:
+        shown, _ = child.communicate(timeout=20)
+    os.close(slave)
+    os.close(master)
+    name = lab_site.in_container("kpro6", 200, "hostname").stdout
+    assert shown.split() == [b"xterm-256color", *name.split()]
+    assert child.returncode == 7
 
 
 def test_two_hosts_with_the_same_vmid_are_told_apart(

@@ -1,11 +1,13 @@
 """Host keys, logins and ssh_config: what is refused, with which exit code and which words."""
 
 import getpass
+import os
 import socket
 import subprocess
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,6 +59,15 @@ def test_accept_new_records_the_key_once_and_then_it_is_known(
     lines = known.read_text().splitlines()
     assert len(lines) == 1
     assert lines[0].split()[2] == ssh_server.host_key.with_suffix(".pub").read_text().split()[1]
+
+
+def test_key_that_cannot_be_recorded_is_not_accepted(
+    ssh_server: "SshServer", tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    host = ssh_server.host(known_hosts=str(tmp_path / "file" / "known_hosts"))
+    with pytest.raises(TrustError, match="cannot be recorded"):
+        FabricTransport(host, accept_new=True).open()
 
 
 @pytest.mark.parametrize("accept_new", [False, True])
@@ -159,6 +170,52 @@ def test_identity_file_that_holds_no_key_is_a_refused_login(
     (tmp_path / "bad").chmod(0o600)
     with pytest.raises(TrustError, match="refused the login"):
         ssh_kind(ssh_server.host(identity_file=str(tmp_path / "bad"))).open()
+
+
+@pytest.fixture
+def full_agent(tmp_path: Path, make_key: MakeKey) -> Iterator[str]:
+    """The socket of an ssh-agent that holds 7 keys, none of them right."""
+    with tempfile.TemporaryDirectory(prefix="agent-") as short:
+        path = f"{short}/socket"
+        agent = subprocess.Popen(["ssh-agent", "-D", "-a", path], stdout=subprocess.DEVNULL)
+        try:
+            for number in range(7):
+                make_key(tmp_path / f"agent{number}")
+                argv = ["ssh-add", "-q", str(tmp_path / f"agent{number}")]
+                for _ in range(50):
+                    done = subprocess.run(
+                        argv,
+                        env=os.environ | {"SSH_AUTH_SOCK": path},
+                        capture_output=True,
+                        check=False,
+                    )
+                    if done.returncode == 0:
+                        break
+                    time.sleep(0.05)
+            yield path
+        finally:
+            agent.terminate()
+            agent.wait(10)
+
+
+def test_named_key_is_used_alone_however_many_the_agent_holds(
+    ssh_server: "SshServer",
+    ssh_kind: type,
+    open_way: OpenWay,
+    full_agent: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SSH_AUTH_SOCK", full_agent)
+    assert run_script(open_way(ssh_kind(ssh_server.host())), ECHO).stdout == b"here\n"
+
+
+def test_agent_with_too_many_keys_is_named_as_the_reason(
+    ssh_server: "SshServer", full_agent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSH_AUTH_SOCK", full_agent)
+    with pytest.raises(TrustError, match="7 keys of the agent") as caught:
+        FabricTransport(ssh_server.host(identity_file=None)).open()
+    assert "identity_file" in caught.value.hint
 
 
 def test_missing_identity_file_is_a_configuration_error(
@@ -285,6 +342,21 @@ def test_fabric_reads_ssh_config_itself_where_no_ssh_program_is(
     assert run_script(open_way(FabricTransport(host)), ECHO).stdout == b"here\n"
     with pytest.raises(UsageError, match="ssh program is not installed"):
         OpensshTransport(host).open()
+
+
+def test_socket_goes_to_a_short_private_directory_when_the_runtime_directory_does_not_serve(
+    ssh_server: "SshServer", open_way: OpenWay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_to_all = tmp_path / "open" / "dflashctl"
+    open_to_all.mkdir(parents=True)
+    open_to_all.chmod(0o777)
+    too_long = tmp_path / ("x" * 100)
+    for directory in (open_to_all.parent, too_long):
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(directory))
+        assert run_script(open_way(OpensshTransport(ssh_server.host())), ECHO).stdout == b"here\n"
+        assert list(directory.glob("dflashctl/*")) == []
+    private = Path(f"/tmp/dflashctl-{os.geteuid()}").stat()
+    assert (private.st_uid, private.st_mode & 0o777) == (os.geteuid(), 0o700)
 
 
 @pytest.mark.parametrize("backend", ["fabric", "openssh", "local"])

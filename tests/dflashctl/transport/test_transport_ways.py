@@ -92,12 +92,13 @@ def test_payload_that_nobody_reads_does_not_hang(way: Transport) -> None:
     assert (result.rc, result.stdout) == (0, b"early\n")
 
 
-def test_error_of_the_payload_reaches_the_caller(way: Transport) -> None:
+@pytest.mark.parametrize("error", [ValueError("gone"), OSError(5, "gone"), BrokenPipeError("gone")])
+def test_error_of_the_payload_reaches_the_caller(way: Transport, error: Exception) -> None:
     def broken() -> Iterator[bytes]:
         yield b"first"
-        raise ValueError("disk gone")
+        raise error
 
-    with pytest.raises(ValueError, match="disk gone"):
+    with pytest.raises(type(error), match="gone"):
         run_script(way, Script("cat", broken()))
 
 

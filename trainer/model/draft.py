@@ -57,22 +57,23 @@ class DraftConfig:
 
         Raises: TargetError for ids, a mask token or heads that do not fit the target.
         """
-        heads = config.num_attention_heads or int(text_config.num_attention_heads)
-        kv_heads = config.num_key_value_heads or _kv_heads(text_config, heads)
-        hidden = int(text_config.hidden_size)
-        own_head_dim = getattr(text_config, "head_dim", None)
+        hidden = int(_told(text_config, "hidden_size"))
+        own_heads = int(_told(text_config, "num_attention_heads"))
+        own_head_dim = getattr(text_config, "head_dim", None) or hidden // own_heads
+        own_kv_heads = getattr(text_config, "num_key_value_heads", None) or own_heads
         ids = config.target_layer_ids
         draft = cls(
             hidden_size=hidden,
-            intermediate_size=config.intermediate_size or int(text_config.intermediate_size),
+            intermediate_size=config.intermediate_size
+            or int(_told(text_config, "intermediate_size")),
             num_draft_layers=config.num_draft_layers,
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            head_dim=config.head_dim or own_head_dim or hidden // text_config.num_attention_heads,
-            rms_norm_eps=float(text_config.rms_norm_eps),
+            num_attention_heads=config.num_attention_heads or own_heads,
+            num_key_value_heads=config.num_key_value_heads or own_kv_heads,
+            head_dim=config.head_dim or own_head_dim,
+            rms_norm_eps=float(_told(text_config, "rms_norm_eps")),
             rope_theta=_rope_theta(text_config),
-            max_position_embeddings=int(text_config.max_position_embeddings),
-            vocab_size=int(text_config.vocab_size),
+            max_position_embeddings=int(_told(text_config, "max_position_embeddings")),
+            vocab_size=int(_told(text_config, "vocab_size")),
             block_size=config.block_size,
             mask_token_id=config.mask_token_id,
             target_layer_ids=ids or default_target_layer_ids(num_target_layers, config.num_taps),
@@ -91,7 +92,8 @@ class DraftConfig:
         """Raise TargetError, naming the setting, when the parts do not fit together."""
         ids, last = self.target_layer_ids, self.num_target_layers - 1
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
-        ascending = ids == tuple(sorted(set(ids)))
+        kinds, layers = self.layer_types, self.num_draft_layers
+        ascending = bool(ids) and ids == tuple(sorted(set(ids)))
         rules = [
             (
                 ascending and ids[0] >= 0 and ids[-1] <= last,
@@ -110,7 +112,11 @@ class DraftConfig:
                 f"head_dim {self.head_dim}: rotary positions need an even one",
             ),
             (
-                SLIDING not in self.layer_types or bool(self.sliding_window),
+                len(kinds) == layers and set(kinds) <= {FULL, SLIDING},
+                f"layer_types {list(kinds)}: expected {layers} times {FULL} or {SLIDING}",
+            ),
+            (
+                SLIDING not in kinds or bool(self.sliding_window),
                 "sliding_window: needed by a sliding_attention layer",
             ),
         ]
@@ -133,8 +139,14 @@ class DraftConfig:
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
 
 
-def _kv_heads(text_config: Any, heads: int) -> int:
-    return int(getattr(text_config, "num_key_value_heads", None) or heads)
+def _told(text_config: Any, name: str) -> Any:
+    value = getattr(text_config, name, None)
+    if value is None:
+        raise TargetError(
+            f"the target's text configuration has no {name}; set draft.{name} if there is such a"
+            " setting, else this kind of target is not supported"
+        )
+    return value
 
 
 def _rope_theta(text_config: Any) -> float:

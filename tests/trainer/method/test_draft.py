@@ -1,6 +1,7 @@
 """The draft network: names, leaks, decoding form, precision, tap scales."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -180,3 +181,25 @@ def test_settings_that_do_not_fit_the_target_are_named(changes: dict[str, object
     config = DraftModelConfig(**{"mask_token_id": 9, **changes})
     with pytest.raises(TargetError, match=named):
         DraftConfig.from_target(text_config(), config, num_target_layers=36)
+
+
+def test_target_without_a_needed_size_is_told_which():
+    lacking = text_config(intermediate_size=None)
+    config = DraftModelConfig(num_draft_layers=1, mask_token_id=9)
+    with pytest.raises(TargetError, match=r"no intermediate_size; set draft\.intermediate_size"):
+        DraftConfig.from_target(lacking, config, num_target_layers=36)
+    given = replace(config, intermediate_size=80)
+    assert DraftConfig.from_target(lacking, given, 36).intermediate_size == 80
+
+
+def test_theta_is_found_where_each_generation_of_configurations_keeps_it():
+    config = DraftModelConfig(num_draft_layers=1, mask_token_id=9)
+    places = [
+        {"rope_parameters": None, "rope_theta": 5e5},
+        {"rope_parameters": {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {}}},
+    ]
+    for place in places:
+        found = DraftConfig.from_target(text_config(**place), config, num_target_layers=36)
+        assert found.rope_theta == 5e5
+    with pytest.raises(TargetError, match="no rope_theta"):
+        DraftConfig.from_target(text_config(rope_parameters=None), config, 36)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from trainer.contract.config import TargetConfig
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, TrainerError
 from trainer.export import export_draft, load_export, tensor_shapes
 from trainer.model.draft import DraftConfig, DraftModel
 
@@ -177,4 +177,13 @@ def test_damaged_export_is_refused_by_name(
     export_draft(DraftModel(draft_config()), tmp_path / "export")
     spoil(tmp_path / "export")
     with pytest.raises(CheckpointError, match=named):
+        load_export(tmp_path / "export")
+
+
+def test_export_whose_layer_types_do_not_match_its_layers_is_refused(
+    draft_config: MakeConfig, tmp_path: Path
+):
+    export_draft(DraftModel(draft_config()), tmp_path / "export")
+    spoil_config(tmp_path / "export", "layer_types", ["full_attention"])
+    with pytest.raises(TrainerError, match=r"layer_types.*expected 2 times"):
         load_export(tmp_path / "export")

@@ -24,7 +24,7 @@ _CHUNK_BYTES = 1 << 20
 _SPARE_BYTES = 64 << 20  # of the disk, left free
 _NAME = re.compile(
     r"(?:(?:manifest|process|evaluation|exit|exit_\d+)\.json"
-    r"|train_stdout_[A-Za-z][A-Za-z0-9_-]*\.log|metrics\.jsonl"
+    r"|train_stdout_[A-Za-z][A-Za-z0-9_-]*\.log|runner_stderr\.log|metrics\.jsonl"
     r"|export/.+|checkpoints/step_\d+/.+)\Z"
 )
 _PART = re.compile(r"[^/\\\x00-\x1f\x7f]{1,255}\Z")

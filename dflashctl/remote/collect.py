@@ -70,8 +70,9 @@ def wanted_files(root: Path, log: Path, what: list[str]) -> Iterator[tuple[str, 
     for path in sorted(root.iterdir()):
         if RECORDS.match(path.name) and path.is_file():
             yield path.name, path
-    if "logs" in what and log.is_file():
-        yield log.name, log
+    for path in (log, root / "runner_stderr.log") if "logs" in what else ():
+        if path.is_file():
+            yield path.name, path
     if "metrics" in what and (root / "metrics.jsonl").is_file():
         yield "metrics.jsonl", root / "metrics.jsonl"
     directories = [root / "export"] if "export" in what else []

@@ -18,12 +18,11 @@ def outcome(state: str, record: dict[str, Any] | None) -> str:
         return "never started: no process.json"
     if record is None or state not in ("failed", "killed"):
         return state
-    how = f"exit status {record.get('rc')}"
-    if state == "killed":
-        how = f"killed by {signal_name(record.get('signal'))}"
-    if record.get("oom_kill"):
-        how += ", out of memory"
-    return f"failed: {how}" + (f" ({record['error']})" if record.get("error") else "")
+    if state == "killed":  # "error" is only the last line of the log then
+        memory = ", out of memory" if record.get("oom_kill") else ""
+        return f"failed: killed by {signal_name(record.get('signal'))}{memory}"
+    why = f" ({record['error']})" if record.get("error") else ""
+    return f"failed: exit status {record.get('rc')}{why}"
 
 
 def signal_name(number: object) -> str:

@@ -1,4 +1,4 @@
-"""The observing verbs as a user types them: real processes, real pipes, a real terminal."""
+"""The observing verbs as a user types them, with real pipes, signals and a real terminal."""
 
 import json
 import os
@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import dflashctl
+from dflashctl.cli import main
 
 REPOSITORY = Path(dflashctl.__file__).resolve().parents[1]
 HOSTS = """\
@@ -28,10 +29,11 @@ hosts:
 
 
 class Laptop:
-    """A directory with hosts.yaml, and dflashctl as a process in it."""
+    """A directory with hosts.yaml, and dflashctl in it: as a process, or called for its output."""
 
-    def __init__(self, root: Path, workspace: Path) -> None:
+    def __init__(self, root: Path, workspace: Path, capture: pytest.CaptureFixture[str]) -> None:
         self.root = root
+        self._capture = capture
         root.mkdir()
         (root / "hosts.yaml").write_text(HOSTS.format(workspace=workspace))
         self.environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "TERM": "xterm"}
@@ -43,16 +45,20 @@ class Laptop:
         )
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        process = self.start(*arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        out, err = process.communicate(timeout=25)
-        return subprocess.CompletedProcess(
-            arguments, process.returncode, out.decode(), err.decode()
-        )
+        code = main(arguments)
+        return subprocess.CompletedProcess(arguments, code, *self._capture.readouterr())
 
 
 @pytest.fixture
-def laptop(tmp_path: Path, run: Any) -> Laptop:
-    return Laptop(tmp_path / "laptop", run.workspace)
+def laptop(
+    tmp_path: Path,
+    run: Any,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Laptop:
+    made = Laptop(tmp_path / "laptop", run.workspace, capfd)
+    monkeypatch.chdir(made.root)
+    return made
 
 
 def until(condition: Callable[[], object], within_s: float = 10.0) -> None:

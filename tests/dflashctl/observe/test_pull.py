@@ -32,6 +32,7 @@ def full_run(run: Any) -> Any:
     run.end(0)
     (run.root / "environment.json").write_text('{"HF_TOKEN": "secret"}')
     (run.root / "exit_1.json").write_text("{}")
+    (run.root / "runner_stderr.log").write_text("a warning\n")
     for name, files in {
         "export": ("config.json", "model.safetensors"),
         "checkpoints/step_00000100": ("COMPLETE.json", "state.bin"),
@@ -65,6 +66,7 @@ def test_logs_metrics_export_and_records_come_byte_for_byte_and_secrets_stay(
         "manifest.json",
         "metrics.jsonl",
         "process.json",
+        "runner_stderr.log",
         "train_stdout_fresh7.log",
     ]
     assert list(result.received) == names_below(target)

@@ -54,7 +54,8 @@ def test_a_table_is_aligned_and_numbers_stand_right() -> None:
 def test_a_run_killed_by_sigkill_is_said_to_have_failed_with_its_signal() -> None:
     assert outcome("killed", vars(KILLED)) == "failed: killed by signal 9 (SIGKILL)"
     assert outcome("failed", {"rc": 1, "error": "CUDA lost"}) == "failed: exit status 1 (CUDA lost)"
-    assert outcome("killed", {"signal": 9, "oom_kill": True}).endswith("(SIGKILL), out of memory")
+    out_of_memory = {"signal": 9, "oom_kill": True, "error": "the last line of the log"}
+    assert outcome("killed", out_of_memory).endswith("signal 9 (SIGKILL), out of memory")
     assert outcome("finished", {"rc": 0}) == "finished"
     assert outcome("lost", None).startswith("lost: ")
 

@@ -128,3 +128,11 @@ def test_phases_compiles_warnings_and_checkpoints_are_noted(view: RunView) -> No
     view.update(event("checkpoint", step=100), 0.0)
     assert (view.phase, view.num_compiles, view.compile_s) == ("train", 2, 3.5)
     assert (list(view.warnings), view.checkpoint["step"]) == (["slow disk"], 100)
+
+
+def test_a_truncated_log_does_not_glue_its_old_half_line_to_the_new_one(view: RunView) -> None:
+    view.update(LogBytes(b"half of an old li"), 0.0)
+    view.update(Notice("truncated", "the log was truncated"), 0.0)
+    view.update(LogBytes(b"new line\n"), 0.0)
+    assert view.log_tail == ["new line"]
+    assert list(view.notes) == ["the log was truncated"]

@@ -7,6 +7,7 @@ resumes it once, and ends with the acceptance length measured by real decoding o
 
 import importlib.util
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -104,11 +105,8 @@ def _site(options: DemoOptions, model: Path) -> Iterator[DemoSite]:
         expose=tuple(Lab.python_paths(sys.executable)),
         mounts={_MODEL_MOUNT: str(model.resolve())},
     )
-    lab.up(
-        SiteSpec(
-            hosts={"kpro6": HostSpec(ip="10.1.2.6", port=0, gpus=2, containers={200: container})}
-        )
-    )
+    host = HostSpec(ip="10.1.2.6", gpus=2, containers={200: container})
+    lab.up(SiteSpec(hosts={"kpro6": host}), owner=os.getpid())  # a killed demo leaves no site
     try:
         yield _lab_site(options.state, lab)
     finally:
@@ -234,7 +232,7 @@ class _Road:
 
     def _stop_when_due(self, reader: subprocess.Popen[str]) -> None:
         for line in reader.stdout or ():
-            event = json.loads(line)
+            event = json.loads(line).get("event") or {}
             if event.get("kind") != "step":
                 continue
             if event["step"] >= self._options.stop_at_frac * event["num_steps"]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.utils.logging import disable_progress_bar
 
 from trainer.compile_gate import CompileGate, GateSettings
 from trainer.contract.config import TrainConfig
@@ -152,6 +153,7 @@ def step_range(config: TrainConfig, plan: BatchPlan, num_drafters: int) -> StepR
 
 def load_targets(config: TrainConfig, devices: Sequence[torch.device]) -> dict[str, Target]:
     """Load the target once a device; threads on the CPU share one. Raises: TargetError."""
+    disable_progress_bar()  # it would fill the log with carriage returns
     return {
         str(device): load_target(config.target, config.draft, device)
         for device in dict.fromkeys(devices)

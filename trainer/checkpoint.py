@@ -83,6 +83,22 @@ def save(root: Path, state: CheckpointState, *, keep: int) -> Path:
         return final
     _remove_leftovers(root, final)
     partial = final.with_name(final.name + PARTIAL_SUFFIX)
+    try:
+        _fill(partial, state)
+    except SafetensorError as error:  # what safetensors makes of a full disk
+        shutil.rmtree(partial, ignore_errors=True)
+        raise OSError(f"{partial.name}: {error}") from error
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    partial.rename(final)
+    _sync(root)
+    _rotate(root, keep)
+    return final
+
+
+def _fill(partial: Path, state: CheckpointState) -> None:
+    """Write and sync every file of a checkpoint, COMPLETE.json last."""
     partial.mkdir()
     for name, tensors in (
         (_MASTERS, state.masters),
@@ -104,10 +120,6 @@ def save(root: Path, state: CheckpointState, *, keep: int) -> Path:
     _write(partial / _STATE, json.dumps(facts, indent=1, sort_keys=True) + "\n")
     _write(partial / COMPLETE, describe(partial, (_MASTERS, _OPTIMIZER, _EXTRAS, _STATE)))
     _sync(partial)
-    partial.rename(final)
-    _sync(root)
-    _rotate(root, keep)
-    return final
 
 
 def load(path: Path) -> CheckpointState:

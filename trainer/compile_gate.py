@@ -9,6 +9,7 @@ error and never a race. With compile off there is nothing to guard and the gate 
 
 import contextlib
 import contextvars
+import os
 import sys
 import threading
 import time
@@ -88,7 +89,7 @@ class CompileGate:
 
     ``on_event`` gets each CompileEvent, in the thread that compiled. ``report`` gets the watchdog's
     text. ``on_limit`` gets the error when a compile has lasted ``limit_s``: by then every waiter
-    has been woken with it, but the thread that compiles cannot be.
+    has been woken with it, but the thread that compiles cannot be; left alone, the process ends.
     """
 
     def __init__(
@@ -97,10 +98,11 @@ class CompileGate:
         *,
         on_event: Callable[[CompileEvent], None] = lambda _event: None,
         report: Callable[[str], object] = sys.stderr.write,
-        on_limit: Callable[[CompileGateError], None] = lambda _error: None,
+        on_limit: Callable[[CompileGateError], None] | None = None,
     ) -> None:
         self._settings = settings
-        self._on_event, self._report, self._on_limit = on_event, report, on_limit
+        self._on_event, self._report = on_event, report
+        self._on_limit = on_limit or end_process
         self._condition = threading.Condition(threading.Lock())
         self._readers, self._waiting = 0, 0
         self._holder: _Holder | None = None
@@ -357,12 +359,12 @@ class CompileGate:
                 continue
             what = f"{holder.thread} has compiled {holder.key} for {age:.0f} s"
             if age >= settings.limit_s:
-                self._report(f"error: {what}, the limit\n{stacks()}")
+                self._report(f"{what}, the limit\n{stacks()}")
                 self._fail(CompileGateError(f"{what}: longer than compile.limit_s"))
                 return
             if age - reported >= settings.watchdog_s:
                 reported = age
-                self._report(f"warning: {what}\n{stacks()}")
+                self._report(f"{what}\n{stacks()}")
 
     def _fail(self, error: CompileGateError) -> None:
         with self._condition:
@@ -379,6 +381,14 @@ def stacks() -> str:
         parts.append(f"--- thread {names.get(ident, ident)}\n")
         parts += traceback.format_stack(frame)
     return "".join(parts)
+
+
+def end_process(error: BaseException) -> None:
+    """End the process with this error: a thread inside a compiler cannot be woken or joined."""
+    sys.stderr.write(f"error: {error}\n")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _is_refused_compile(error: BaseException) -> bool:

@@ -25,7 +25,7 @@ from trainer.evaluate import evaluate, walk
 from trainer.export import CONFIG as EXPORT_CONFIG
 from trainer.export import export_draft, load_export
 from trainer.model.draft import DraftModel
-from trainer.model.target import Target, load_target
+from trainer.model.target import Target
 
 VERSION = 1
 
@@ -58,7 +58,7 @@ def evaluate_run(run_dir: Path, options: EvaluationOptions) -> dict[str, Any]:
     tokenizer = load_tokenizer(config.target.path, config.target.revision)
     chats = load_chats(options.prompts, tokenizer, config.data.max_length)
     _print(f"{len(chats.samples)} prompts in {options.prompts}")
-    target = load_target(config.target, config.draft, device)
+    target = assembly.load_targets(config, [device])[str(device)]
     draft, source = run_draft(run_dir, config, target)
     draft = draft.to(device).eval()
     chosen = chats.samples[: options.num_prompts]
@@ -96,7 +96,8 @@ def export_run(run_dir: Path) -> Path:
     Raises: CheckpointError when there is no complete checkpoint.
     """
     _manifest, config = assembly.read_manifest(run_dir)
-    target = load_target(config.target, config.draft, "cpu")
+    cpu = torch.device("cpu")
+    target = assembly.load_targets(config, [cpu])[str(cpu)]
     draft, source = checkpoint_draft(run_dir, config, target)
     path = run_dir / "export"
     export_draft(draft, path, config.target)

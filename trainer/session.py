@@ -18,7 +18,7 @@ from torch import Tensor
 from trainer import assembly, checkpoint
 from trainer.channel import OrderedChannel
 from trainer.checkpoint import CheckpointState
-from trainer.compile_gate import CompileEvent, CompileGate
+from trainer.compile_gate import CompileEvent, CompileGate, end_process
 from trainer.contract.completion import latest_complete
 from trainer.contract.config import TrainConfig
 from trainer.contract.errors import ConfigError
@@ -246,7 +246,10 @@ class Session:
             Flow(channel.depth, channel.put_wait_s, channel.get_wait_s),
         )
         if done.num_done % self._config.run.checkpoint_every_steps == 0:
-            self._save(replica, next(iter(targets.values())), steps)
+            try:
+                self._save(replica, next(iter(targets.values())), steps)
+            except OSError as error:  # a full disk; the next try, or the last, may find room
+                self._metrics.warning(f"no checkpoint at step {done.num_done}: {error}")
 
     def _save(self, replica: Replica, target: Target, steps: StepRange) -> None:
         if self._saved == self._done:
@@ -280,6 +283,10 @@ class Session:
     def _gate_failed(self, error: Exception) -> None:
         if self._supervisor is not None:
             self._supervisor.fail("gate-watchdog", error)
+        else:  # the warm-up: this very process's main thread hangs
+            self._metrics.finished("failed", self._done, str(error))
+            self._metrics.close()
+            end_process(error)
 
 
 def compile_step(

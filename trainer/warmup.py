@@ -37,7 +37,10 @@ def warm_up(run_dir: Path) -> None:
     """
     manifest, config = assembly.read_manifest(run_dir)
     devices = assembly.devices_of(manifest, config)
-    gate = CompileGate(assembly.gate_settings(config, len(devices.drafters)))
+    gate = CompileGate(
+        assembly.gate_settings(config, len(devices.drafters)),
+        report=lambda text: sys.stderr.write(f"warning: {text}"),
+    )
     began = time.monotonic()
     try:
         data = assembly.Data.load(manifest, config)

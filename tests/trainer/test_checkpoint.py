@@ -1,5 +1,6 @@
 """Checkpoints on a real disk: complete or named as skipped, rotated, refused."""
 
+import resource
 import signal
 import subprocess
 import sys
@@ -133,6 +134,19 @@ def test_changed_identity_is_refused_with_every_difference() -> None:
         CheckpointError, match="block_size was 4, now 8; mask_token_id was 16, now 17"
     ):
         state.check_identity({"mask_token_id": 17, "block_size": 8, "seed": 0})
+
+
+def test_full_disk_leaves_what_was_complete_and_no_half_checkpoint(tmp_path: Path) -> None:
+    kept = checkpoint.save(tmp_path, _state(1), keep=3)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"step_00000002\.partial: .*File too large"):
+            checkpoint.save(tmp_path, _state(2), keep=3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+    assert checkpoint.load(kept).step == 1
 
 
 _WRITER = """

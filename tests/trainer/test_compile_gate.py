@@ -1,5 +1,7 @@
 """The compile gate against real torch.compile (backends eager and aot_eager), real threads."""
 
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -54,7 +56,7 @@ def test_warm_reader_waits_while_another_thread_compiles_and_then_passes() -> No
         if inputs[0].numel() == 5:
             torch.fx._symbolic_trace._is_fx_tracing_flag = True
             compiling.set()
-            assert go_on.wait(10)
+            assert go_on.wait(20)
             torch.fx._symbolic_trace._is_fx_tracing_flag = False
         return graph.forward
 
@@ -68,19 +70,22 @@ def test_warm_reader_waits_while_another_thread_compiles_and_then_passes() -> No
         with gate.step(size):
             results.append(step(torch.ones(size)))
 
-    of_size(3)
     writer = gate.spawn(lambda: of_size(5), "writer")
     reader = gate.spawn(lambda: of_size(3), "reader")
-    writer.start()
-    assert compiling.wait(10)
-    reader.start()
-    time.sleep(0.2)
-    assert len(results) == 1
-    go_on.set()
-    writer.join(10)
-    reader.join(10)
-    gate.close()
-    torch._dynamo.reset()
+    try:
+        of_size(3)
+        writer.start()
+        assert compiling.wait(20)
+        reader.start()
+        time.sleep(0.2)
+        assert len(results) == 1
+    finally:
+        go_on.set()
+        for thread in (writer, reader):
+            if thread.ident:
+                thread.join(20)
+        gate.close()
+        torch._dynamo.reset()
     assert sorted(r.numel() for r in results) == [3, 3, 5]
     assert gate.stats.num_unexpected == 0
 
@@ -307,7 +312,7 @@ def test_compile_that_lasts_is_reported_with_stacks_and_ends_the_run() -> None:
     release.set()
     stuck.join(10)
     gate.close()
-    assert reports[0].startswith("warning: stuck-one has compiled stuck for 0 s")
+    assert reports[0].startswith("stuck-one has compiled stuck for 0 s")
     assert "hang_in_a_compile" in reports[0]
     assert "longer than compile.limit_s" in caught[0]
     assert len(limits) == 1
@@ -361,3 +366,22 @@ def test_flex_attention_that_would_run_dense_is_an_error(gate: CompileGate) -> N
     flex._WARNINGS_SHOWN.clear()  # it warns once in a process
     with gate.step("key"), pytest.raises(UserWarning, match=r"called without torch\.compile"):
         flex.flex_attention(*(torch.ones(1, 1, 16, 16) for _ in range(3)))
+
+
+_HANGS = """
+import threading, warnings
+from trainer.compile_gate import CompileGate, GateSettings
+warnings.simplefilter("ignore")
+gate = CompileGate(GateSettings(backend="eager", watchdog_s=0.1, limit_s=0.3))
+with gate.step("warm-up"):
+    threading.Event().wait(60)
+"""
+
+
+def test_compile_that_hangs_the_main_thread_ends_the_process() -> None:
+    argv = [sys.executable, "-c", _HANGS]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=25)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error: MainThread has compiled warm-up for 0 s: longer than")
+    assert "--- thread MainThread" in done.stderr

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import resource
 import signal
 import threading
 import time
@@ -323,3 +324,21 @@ def test_loss_that_is_not_finite_ends_the_run_and_names_the_thread(make_run: Mak
     run_dir = make_run(optim={"lr": 1e30, "clip_norm": 1e30})
     with pytest.raises(WorkerError, match=r"thread drafter-0: NonFiniteError: step \d+"):
         _train(run_dir)
+
+
+def test_full_disk_is_told_at_each_checkpoint_and_fails_the_last(make_run: MakeRun) -> None:
+    run_dir = make_run()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))  # events fit, weights do not
+    try:
+        with pytest.raises(OSError, match=r"step_00000012\.partial"):
+            _train(run_dir)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    warnings = [event["text"] for event in _events(run_dir, "warning")]
+    assert [text.partition(":")[0] for text in warnings] == [
+        "no checkpoint at step 4",
+        "no checkpoint at step 8",
+        "no checkpoint at step 12",
+    ]
+    assert len(_events(run_dir, "step")) == 12

@@ -117,7 +117,7 @@ def test_standstill_is_reported_with_stacks_and_ends_the_run() -> None:
     threading.Timer(2.0, release.set).start()
     with pytest.raises(WorkerError, match=r"thread target-0: .*computes for ever.*limit_s"):
         world.supervisor.run_all()
-    assert world.reports[0].startswith("warning: target-0 has made no progress for ")
+    assert world.reports[0].startswith("target-0 has made no progress for ")
     assert "stands_still" in world.reports[0]
 
 

@@ -167,8 +167,8 @@ class Supervisor:
         how = "has made no progress" if busy else "waits, as all others do,"
         text = f"{worst.thread.name} {how} for {age:.0f} s ({worst.pulse.what})"
         if age >= self._settings.limit_s:
-            self._report(f"warning: {text}\n{stacks()}")
+            self._report(f"{text}\n{stacks()}")
             self.fail(worst.thread.name, TimeoutError(f"{text}: longer than compile.limit_s"))
         elif age - self._reported_s >= watchdog_s:
             self._reported_s = age
-            self._report(f"warning: {text}\n{stacks()}")
+            self._report(f"{text}\n{stacks()}")

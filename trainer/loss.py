@@ -169,7 +169,7 @@ def _head_rows(
     count = config.loss.head_sample
     if count == 0:
         return head.lm_head, labels
-    generator = torch.Generator().manual_seed((config.seed << 32) ^ index)
+    generator = torch.Generator().manual_seed(((config.seed << 32) ^ index) % (1 << 63))
     drawn = torch.randint(len(head.lm_head), (count,), generator=generator)
     ids: Tensor = torch.unique(torch.cat((labels[weights > 0], drawn.to(labels.device))))
     # A label of weight 0 may be absent; any row serves, because its gradient is zero.

@@ -8,20 +8,18 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import tarfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from dflashctl.errors import MismatchError, RefusedError
+from dflashctl.errors import DflashctlError, MismatchError, RefusedError
 
 MANIFEST = "pull-manifest.json"
 MAX_FILES = 20_000
 _MAX_MANIFEST_BYTES = 64 << 20
 _CHUNK_BYTES = 1 << 20
-_SPARE_BYTES = 64 << 20  # of the disk, left free
 _NAME = re.compile(
     r"(?:(?:manifest|process|evaluation|exit|exit_\d+)\.json"
     r"|train_stdout_[A-Za-z][A-Za-z0-9_-]*\.log|runner_stderr\.log|metrics\.jsonl"
@@ -62,10 +60,10 @@ def check_name(name: str) -> str:
 def unpack(
     stream: IO[bytes], staging: Path, max_bytes: int, on_bytes: Callable[[int], None]
 ) -> Received:
-    """Write the members of the tar below ``staging`` until the manifest; ``on_bytes`` counts.
+    """Write the members of the tar below ``staging``; ``on_bytes`` gets the size of each block.
 
     Raises: MismatchError for a member that may not be there or a damaged tar, RefusedError beyond
-    ``max_bytes`` or the free space of the disk.
+    ``max_bytes``, DflashctlError when a file cannot be written.
     """
     received = Received()
     try:
@@ -75,31 +73,29 @@ def unpack(
                     raise MismatchError(f"{member.name!r} follows the manifest")
                 if member.isdir():
                     continue
-                _take(archive, member, received, staging, max_bytes)
-                on_bytes(sum(fact.size_bytes for fact in received.files.values()))
+                source = _open(archive, member)
+                if member.name == MANIFEST:
+                    received.manifest = _read_manifest(source, member.size)
+                    continue
+                name = _admit(member, received, max_bytes)
+                received.files[name] = _write(source, staging, name, on_bytes)
     except (tarfile.TarError, EOFError) as error:
         raise MismatchError(f"the archive is damaged: {error}", code="bad-archive") from error
     return received
 
 
-def _take(
-    archive: tarfile.TarFile,
-    member: tarfile.TarInfo,
-    received: Received,
-    staging: Path,
-    max_bytes: int,
-) -> None:
-    """Keep one member: the manifest in memory, a file below ``staging``."""
+def _open(archive: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
+    """Return the content of a regular file; anything else is refused."""
     if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or member.issparse():
         raise MismatchError(f"{member.name!r} is not a regular file", code="hostile-archive")
     source = archive.extractfile(member)
     if source is None:
         raise MismatchError(f"{member.name!r} has no content", code="bad-archive")
-    if member.name == MANIFEST:
-        if member.size > _MAX_MANIFEST_BYTES:
-            raise MismatchError("the manifest is too large", code="hostile-archive")
-        received.manifest = _read_manifest(source.read())
-        return
+    return source
+
+
+def _admit(member: tarfile.TarInfo, received: Received, max_bytes: int) -> str:
+    """Return the name of a member that may be written."""
     name = check_name(member.name)
     if name in received.files or len(received.files) >= MAX_FILES:
         raise MismatchError(f"{name} came twice, or too many files", code="hostile-archive")
@@ -110,30 +106,34 @@ def _take(
             code="too-large",
             hint="choose less with --what, or raise --max-gib",
         )
-    if member.size + _SPARE_BYTES > shutil.disk_usage(staging).free:
-        raise RefusedError(f"no room for {name} ({member.size} bytes) in {staging}", code="no-room")
-    received.files[name] = _write(source, staging, name)
+    return name
 
 
-def _write(source: IO[bytes], staging: Path, name: str) -> Fact:
+def _write(source: IO[bytes], staging: Path, name: str, on_bytes: Callable[[int], None]) -> Fact:
     path = staging / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
     digest, num_bytes = hashlib.sha256(), 0
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
-    with os.fdopen(fd, "wb") as target:
-        while data := source.read(_CHUNK_BYTES):
-            target.write(data)
-            digest.update(data)
-            num_bytes += len(data)
-        target.flush()
-        os.fsync(target.fileno())
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
+        with os.fdopen(fd, "wb") as target:
+            while data := source.read(_CHUNK_BYTES):
+                target.write(data)
+                digest.update(data)
+                num_bytes += len(data)
+                on_bytes(len(data))
+            target.flush()
+            os.fsync(target.fileno())
+    except OSError as error:  # the disk is full, or the directory not ours
+        raise DflashctlError(f"cannot write {path}: {error.strerror}", code="no-room") from error
     return Fact(num_bytes, digest.hexdigest())
 
 
-def _read_manifest(text: bytes) -> dict[str, dict[str, Any]]:
+def _read_manifest(source: IO[bytes], size: int) -> dict[str, dict[str, Any]]:
+    if size > _MAX_MANIFEST_BYTES:
+        raise MismatchError("the manifest is too large", code="hostile-archive")
     try:
-        raw = json.loads(text)
+        raw = json.loads(source.read())
         facts = {
             check_name(str(name)): {
                 "size_bytes": int(fact["size_bytes"]),

@@ -1,6 +1,7 @@
 """The verbs that look: watch, logs, status, runs list, pull."""
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -105,7 +106,7 @@ def list_runs(
     from dflashctl.render.runs import runs_table
 
     options = current(ctx)
-    places = options.places()
+    places = [] if local else options.places()
     found = merge(options.runs(), places, None if local else options.connect)
     if options.json:
         print_document(found, ok=not found.failures)
@@ -126,13 +127,15 @@ def pull(
     """Bring files of a run to runs/TAG here, each checked by sha256; run again, it goes on."""
     from dflashctl.operations.pull import PullRequest
     from dflashctl.operations.pull import pull as bring
+    from dflashctl.render.counter import byte_counter
     from dflashctl.render.document import print_document
     from dflashctl.render.tables import size
 
     options = current(ctx)
     kinds = [kind.strip() for kind in what.split(",") if kind.strip()]
     place, directory = _locate(options, tag), options.runs().directory(tag)
-    result = bring(PullRequest(place, tag, kinds, directory, max_gib << 30), options.connect)
+    request = PullRequest(place, tag, kinds, directory, max_gib << 30)
+    result = bring(request, options.connect, byte_counter(sys.stderr))
     if options.json:
         print_document(result)
     else:
@@ -176,6 +179,8 @@ def _watch_live(options: Options, request: "WatchRequest") -> "Ended":
     from dflashctl.render.plain import receipt
     from dflashctl.run_view import RunView
 
+    # Else SIGTERM would leave the terminal on the alternate screen without a cursor.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     view = RunView(request.tag, request.place.label)
     with LiveWatch(view) as screen:
         ended = follow_run(

@@ -14,7 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from dflashctl.errors import DflashctlError, MismatchError, RefusedError, UsageError
+from dflashctl.errors import (
+    DflashctlError,
+    MismatchError,
+    RefusedError,
+    StateUnknownError,
+    UnreachableError,
+    UsageError,
+)
 from dflashctl.inventory import Place
 from dflashctl.program import Program
 from dflashctl.received import Fact, Received, problems, unpack
@@ -54,7 +61,7 @@ class PullResult:
 def pull(
     request: PullRequest, connect: Connect, on_bytes: Callable[[int], None] = lambda _: None
 ) -> PullResult:
-    """Receive, check and put in place. ``on_bytes``: bytes received so far, called per file.
+    """Receive, check and put in place. ``on_bytes`` gets the size of each block as it comes.
 
     Raises: MismatchError (exit 7) naming the files that do not match, after the good ones were
     put in place; RefusedError beyond the size limit, or when the record here is of another run.
@@ -124,6 +131,9 @@ def _receive(
     except BrokenPipeError:
         unpacking.join()
         raise unpacking.failure or MismatchError("the archive ended early") from None
+    except (UnreachableError, StateUnknownError) as error:
+        error.hint = f"dflashctl pull {request.tag}   (goes on where this one stopped)"
+        raise
     finally:
         unpacking.join()
     if result.rc == 1 and b"no run directory" in result.stderr:
@@ -149,7 +159,7 @@ class _Unpacking(threading.Thread):
         self._max_bytes = max_bytes
         self._on_bytes = on_bytes
         self.received = Received()
-        self.failure: Exception | None = None
+        self.failure: DflashctlError | None = None
 
     def run(self) -> None:
         with self._stream as stream:
@@ -157,7 +167,7 @@ class _Unpacking(threading.Thread):
                 self.received = unpack(stream, self._staging, self._max_bytes, self._on_bytes)
                 while stream.read(_CHUNK_BYTES):
                     pass  # padding behind the archive
-            except (DflashctlError, OSError) as error:
+            except DflashctlError as error:
                 self.failure = error
 
 

@@ -1,5 +1,6 @@
 """The observing verbs as a user types them, with real pipes, signals and a real terminal."""
 
+import contextlib
 import json
 import os
 import pty
@@ -133,34 +134,45 @@ def test_a_watch_that_is_killed_leaves_no_follow_program_behind(laptop: Laptop, 
     assert [child.poll() for child in run.children] == [None, None]
 
 
+def on_a_terminal(laptop: Laptop, action: Callable[[subprocess.Popen[bytes]], object]) -> bytes:
+    """Watch fresh7 on a terminal, act once the log is seen, and return all that was written."""
+    ours, theirs = pty.openpty()
+    process = laptop.start("watch", "fresh7", stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    seen, acted = b"", False
+    with contextlib.suppress(OSError):  # the terminal is closed: the process ended
+        while True:
+            ready, _, _ = select.select([ours], [], [], 15)
+            assert ready
+            seen += os.read(ours, 65536)
+            if not acted and b"not markup" in seen:
+                action(process)
+                acted = True
+    os.close(ours)
+    process.wait(timeout=5)
+    return seen
+
+
 def test_watch_on_a_terminal_uses_the_alternate_screen_and_leaves_a_receipt(
     laptop: Laptop, run: Any
 ) -> None:
     run.start()
     run.event("step", step=50, num_steps=200, loss=2.5)
     run.log.write_bytes(b"[bold]not markup[/bold]\n")
-    ours, theirs = pty.openpty()
-    process = laptop.start("watch", "fresh7", stdin=theirs, stdout=theirs, stderr=theirs)
-    os.close(theirs)
-    seen = b""
-    ended = False
-    while True:
-        try:
-            ready, _, _ = select.select([ours], [], [], 15)
-            assert ready
-            seen += os.read(ours, 65536)
-        except OSError:  # the terminal is closed: the process ended
-            break
-        if not ended and b"not markup" in seen:
-            run.end(0)
-            ended = True
-    os.close(ours)
-    assert process.wait(timeout=5) == 0
+    seen = on_a_terminal(laptop, lambda _: run.end(0))
     shown, _, after = seen.partition(b"\x1b[?1049l")
     assert shown.startswith(b"\x1b[?1049h")
     assert b"step 50/200" in shown
     assert b"[bold]not markup[/bold]" in shown
     assert b"run fresh7 finished; step 50/200, loss 2.5000" in after
+
+
+def test_a_live_view_that_is_terminated_gives_the_terminal_back(laptop: Laptop, run: Any) -> None:
+    run.start()
+    run.log.write_bytes(b"not markup\n")
+    seen = on_a_terminal(laptop, lambda process: process.terminate())
+    assert seen.count(b"\x1b[?1049l") == 1
+    assert b"\x1b[?25h" in seen
 
 
 def test_watch_without_a_tag_takes_the_run_that_runs(laptop: Laptop, run: Any) -> None:

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 
 import dflashctl
-from dflashctl.errors import ContainerDownError
+from dflashctl.errors import ContainerDownError, StateUnknownError, UnreachableError
 from dflashctl.event_stream import Backoff, Ended, Follow, Item, LogBytes, Notice, RunEvent, follow
 from dflashctl.inventory import Inventory, Place, load_inventory
 from dflashctl.lab.site import Lab
 from dflashctl.operations.pull import PullRequest, pull
 from dflashctl.operations.status import status
 from dflashctl.transport import connect
+from trainer.contract.completion import digest_file
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
 
@@ -238,3 +239,28 @@ def test_pull_through_pct_brings_the_bytes_that_are_there(
         assert name in result.received
         there = lab_site.in_container("kpro6", 200, f"cat {root}/{name}").stdout
         assert (tmp_path / "bring" / name).read_bytes() == there
+
+
+@pytest.mark.timeout(60)
+def test_a_pull_whose_link_is_cut_says_how_to_go_on_and_does(
+    lab_site: Lab, place: Place, start_run: Callable[[str, float], str], tmp_path: Path
+) -> None:
+    root = start_run("bigpull", 0.2)
+    weights = f"{root}/export/weights"
+    script = f"mkdir {root}/export; head -c 150000000 /dev/urandom >{weights}; sha256sum {weights}"
+    digest = lab_site.in_container("kpro6", 200, script).stdout.split()[0].decode()
+    request = PullRequest(place, "bigpull", ("export",), tmp_path / "bigpull")
+    num_bytes = 0
+
+    def cut_in_the_middle(size: int) -> None:
+        nonlocal num_bytes
+        before, num_bytes = num_bytes, num_bytes + size
+        if before < 50_000_000 <= num_bytes:
+            lab_site.fault("kpro6", "sshd_kill", "1")
+
+    with pytest.raises((UnreachableError, StateUnknownError)) as caught:
+        pull(request, connect, cut_in_the_middle)
+    assert "dflashctl pull bigpull" in caught.value.hint
+    assert not (tmp_path / "bigpull" / "export").exists()
+    pull(request, connect)
+    assert digest_file(tmp_path / "bigpull" / "export" / "weights") == digest

@@ -231,6 +231,19 @@ def test_a_staged_link_is_replaced_and_not_written_through(tmp_path: Path) -> No
     assert not (staging / "metrics.jsonl").is_symlink()
 
 
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "export").write_text("a file where a directory is needed")
+    with pytest.raises(DflashctlError, match=r"cannot write .*/export/x: "):
+        unpack(tar_of([(tarfile.TarInfo("export/x"), b"x")]), tmp_path, 99, lambda _: None)
+
+
+def test_blocks_are_counted_as_they_come(tmp_path: Path) -> None:
+    sizes: list[int] = []
+    content = b"x" * ((1 << 20) + 5)
+    unpack(tar_of([(tarfile.TarInfo("export/x"), content)]), tmp_path, 1 << 30, sizes.append)
+    assert sizes == [1 << 20, 5]
+
+
 def test_the_same_name_twice_is_refused(tmp_path: Path) -> None:
     twice = [(tarfile.TarInfo("metrics.jsonl"), b"a"), (tarfile.TarInfo("metrics.jsonl"), b"b")]
     with pytest.raises(MismatchError, match="came twice"):

@@ -184,7 +184,8 @@ def _tag_exists(tag: str, where: str, place: str) -> RefusedError:
 
 def _require_same(intent: Manifest, request: LaunchRequest) -> None:
     # By value, not as documents: JSON made lists of the tuples.
-    if TrainConfig.from_dict(intent.config) != request.config or intent.release != request.code.digest:
+    same_config = TrainConfig.from_dict(intent.config) == request.config
+    if not same_config or intent.release != request.code.digest:
         raise RefusedError(
             f"the tag {intent.tag} exists: an interrupted launch started it with another"
             " configuration or release",

@@ -28,9 +28,10 @@ class StopResult:
 
     @property
     def clean(self) -> bool:
-        """Whether the run is over, left nothing behind and was not killed."""
-        killed = not self.ended_before and self.signal == "SIGKILL"
-        return self.gone and self.session_gone and self.gpus_released is not False and not killed
+        """Whether the run is over, left nothing behind, and ended with its checkpoint if asked."""
+        over = self.gone and self.session_gone and self.gpus_released is not False
+        asked_well = (self.exit or {}).get("state") in ("stopped", "finished")
+        return over and (self.ended_before or asked_well)
 
 
 def stop(

@@ -1,6 +1,7 @@
 """Programs sent to a container or node: one file each, standard library only, JSON in argv[1].
 
 They run as ``python3 -I -S -c TEXT JSON``, so they import nothing of this project.
+The container's own python3 runs them: Python 3.10 (Ubuntu 22.04) must do.
 """
 
 from importlib.resources import files

@@ -22,8 +22,11 @@ class BadArchiveError(Exception):
 
 def digest_of(path: Path) -> str:
     """Return the sha256 of a file."""
+    digest = hashlib.sha256()
     with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+        while chunk := stream.read(CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def compare(directory: Path, entries: list[Any]) -> list[str]:

@@ -22,6 +22,8 @@ stop_asked: list[int] = []
 
 
 def save(run_dir: Path, step: int) -> None:
+    if (run_dir / "checkpoints" / step_directory(step)).exists():
+        return
     partial = run_dir / "checkpoints" / f"{step_directory(step)}.partial"
     partial.mkdir(parents=True, exist_ok=True)
     (partial / "state.json").write_text(json.dumps({"step": step}))

@@ -228,3 +228,16 @@ def test_a_launch_whose_link_dies_in_the_middle_says_how_to_look_and_a_rerun_com
     done = deployed.document("-l", "kpro6/200", "launch", "--tag", "x")
     assert done["rc"] == 0, done
     assert deployed.run("stop", "x").returncode == 0
+
+
+def test_of_two_launches_at_once_for_the_same_gpus_exactly_one_wins(deployed: Project) -> None:
+    both = [deployed.popen("-l", "kpro6/200", "launch", "--tag", tag) for tag in ("a", "b")]
+    answers = {process.args[-1]: process.communicate(timeout=60) for process in both}
+    codes = sorted(process.returncode for process in both)
+    assert codes == [0, 3], answers
+    loser = next(tag for tag, (_, err) in answers.items() if "error[gpu-busy]" in err)
+    winner = "b" if loser == "a" else "a"
+    assert f"run {winner}" in answers[loser][1]
+    assert not (deployed.root / "runs" / loser).exists()
+    assert deployed.run("stop", winner).returncode == 0
+    assert deployed.run("-l", "kpro6/200", "stop", loser).returncode == 2, "it never existed"

@@ -273,3 +273,37 @@ def test_warmup_reports_each_device_and_uses_the_cache_of_launch(deployed: Proje
     assert launched["manifest"]["cache_dir"] == warm["cache_dir"]
     environment = json.loads((deployed.run_dir("x") / "environment.json").read_text())
     assert environment["TORCHINDUCTOR_CACHE_DIR"].startswith(warm["cache_dir"])
+
+
+def test_the_receipts_say_what_was_pinned_proven_and_what_to_type_next(deployed: Project) -> None:
+    receipt = deployed.run("launch", "--tag", "x", "--set", "seed=4").stdout
+    assert receipt.startswith("here/self  x launched; a second look saw: its process lives")
+    for line in (
+        "  seed        4\n",
+        "  target on   cpu, 1 thread\n",
+        f"  log         {deployed.run_dir('x')}/train_stdout_x.log\n",
+        "  dflashctl watch x\n",
+        "  dflashctl stop x\n",
+    ):
+        assert line in receipt
+    stopped = deployed.run("stop", "x")
+    record = deployed.exit_record("x")
+    assert stopped.stdout.startswith("x ended by SIGINT: stopped\n")
+    assert f"  last checkpoint  {record['last_checkpoint']}\n" in stopped.stdout
+    assert "SIGINT sent to pid" in stopped.stderr
+    assert deployed.run("stop", "x").stdout.startswith("x had ended before: stopped\n")
+
+
+def test_a_log_directory_of_its_own_is_used_and_its_old_log_refuses_the_tag(
+    deployed: Project,
+) -> None:
+    logs = deployed.root / "logs"
+    hosts = deployed.root / "hosts.yaml"
+    hosts.write_text(f"{hosts.read_text()}        log_dir: {logs}\n")
+    done = deployed.run("launch", "--tag", "x", "--set", "optim.max_steps=2")
+    assert done.returncode == 0, done.stderr
+    assert "training from step 0" in (logs / "train_stdout_x.log").read_text()
+    (logs / "train_stdout_y.log").write_text("old")
+    refused = deployed.run("launch", "--tag", "y")
+    assert refused.returncode == 3
+    assert "the log of an earlier run is there" in refused.stderr

@@ -115,24 +115,15 @@ class FabricTransport(Transport):
         import paramiko
 
         keys = find_keys(settings.known_hosts, _known_name(settings))
-        limit_s = host.connect_timeout_s
         connection = fabric.Connection(
             host=settings.hostname,
             user=settings.user,
             port=settings.port,
             gateway=gateway,
-            connect_timeout=limit_s,
+            connect_timeout=host.connect_timeout_s,
             # lazy, and an SSHConfig of its own: no ~/.fabric.yaml, and ssh -G has read ssh_config
             config=fabric.Config(lazy=True, ssh_config=paramiko.SSHConfig()),
-            connect_kwargs={
-                "key_filename": list(settings.identity_files),
-                "allow_agent": not settings.identities_only,
-                "look_for_keys": False,
-                "banner_timeout": limit_s,
-                "auth_timeout": max(limit_s, 10.0),
-                "channel_timeout": limit_s,
-                "transport_factory": _transport_factory(keys),
-            },
+            connect_kwargs=_connect_arguments(host, settings, keys),
         )
         self._hops.append(connection)
         policy = _check_policy(host, settings, keys, accept_new=self._accept_new)
@@ -149,7 +140,7 @@ class FabricTransport(Transport):
             at_login = link is not None and link.initial_kex_done
             failed = _open_error(error, host, settings, at_login=at_login)
             hung_up = "SSH protocol banner" in str(error) or isinstance(error, ConnectionResetError)
-            if hung_up and time.monotonic() - started_s < limit_s:
+            if hung_up and time.monotonic() - started_s < host.connect_timeout_s:
                 failed.code = NO_GREETING
             raise failed from error
 
@@ -186,6 +177,21 @@ def _jump_host(host: Host, jump: str) -> Host:
 
 def _known_name(settings: SshSettings) -> str:
     return settings.host_key_alias or host_key_name(settings.hostname, settings.port)
+
+
+def _connect_arguments(
+    host: Host, settings: SshSettings, keys: Sequence[KnownKey]
+) -> dict[str, Any]:
+    """Return what paramiko's connect takes beside the address: keys, limits, the transport."""
+    return {
+        "key_filename": list(settings.identity_files),
+        "allow_agent": not settings.identities_only,
+        "look_for_keys": False,  # ssh -G names the default ones
+        "banner_timeout": host.connect_timeout_s,
+        "auth_timeout": max(host.connect_timeout_s, 10.0),
+        "channel_timeout": host.connect_timeout_s,
+        "transport_factory": _transport_factory(keys),
+    }
 
 
 def _transport_factory(keys: Sequence[KnownKey]) -> Callable[..., "paramiko.Transport"]:

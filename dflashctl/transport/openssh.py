@@ -59,15 +59,24 @@ def ssh_options(host: Host, *, accept_new: bool) -> list[str]:
     ]
     options += ["-o", f"ConnectTimeout={max(1, round(host.connect_timeout_s))}"]
     options += ["-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=3"]
+    # what ssh_config may hold for people's own logins
+    options += ["-o", "RemoteCommand=none", "-o", "ClearAllForwardings=yes"]
     if host.port:
         options += ["-p", str(host.port)]
     if host.jump:
         options += ["-J", host.jump]
     if host.identity_file:
-        options += ["-i", host.identity_file, "-o", "IdentitiesOnly=yes"]
+        # not -i: it looks for the file before it turns %% into %
+        options += ["-o", f'IdentityFile="{_no_tokens(host.identity_file)}"']
+        options += ["-o", "IdentitiesOnly=yes"]
     if host.known_hosts:
-        options += ["-o", f"UserKnownHostsFile={host.known_hosts}"]
+        options += ["-o", f'UserKnownHostsFile="{_no_tokens(host.known_hosts)}"']
     return options
+
+
+def _no_tokens(path: str) -> str:
+    """Keep ssh from expanding %h and the like in ``path``."""
+    return path.replace("%", "%%")
 
 
 def ssh_interactive(host: Host, argv: Sequence[str], *, accept_new: bool) -> int:
@@ -144,7 +153,7 @@ class OpensshTransport(Transport):
         self._is_open = False
 
     def _argv(self, *options: str) -> list[str]:
-        return ["ssh", *self._options, "-S", str(self._socket), *options]
+        return ["ssh", *self._options, "-S", _no_tokens(str(self._socket)), *options]
 
     def _ssh(self, *options: str, command: str = "") -> subprocess.CompletedProcess[bytes]:
         argv = [*self._argv(*options), "--", self._host.address, *([command] if command else [])]

@@ -330,6 +330,23 @@ def test_server_that_hangs_up_before_its_greeting_is_tried_again(
     assert run_script(way, ECHO).stdout == b"here\n"
 
 
+def test_paths_with_blanks_and_percent_signs_are_taken_as_they_are(
+    ssh_server: "SshServer", ssh_kind: type, open_way: OpenWay, tmp_path: Path
+) -> None:
+    odd = tmp_path / "my %h keys"
+    odd.mkdir()
+    for file in (ssh_server.user_key, ssh_server.known_hosts):
+        (odd / file.name).write_bytes(file.read_bytes())
+    (odd / "user_key").chmod(0o600)
+    (odd / "config").write_text("Host *\n  RemoteCommand false\n  LocalForward 1 localhost:1\n")
+    host = ssh_server.host(
+        identity_file=str(odd / "user_key"),
+        known_hosts=str(odd / "known_hosts"),
+        ssh_config=str(odd / "config"),
+    )
+    assert run_script(open_way(ssh_kind(host)), ECHO).stdout == b"here\n"
+
+
 def test_fabric_reads_ssh_config_itself_where_no_ssh_program_is(
     ssh_server: "SshServer", open_way: OpenWay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

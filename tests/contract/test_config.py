@@ -65,6 +65,7 @@ def test_numbers_are_taken_as_yaml_gives_them() -> None:
         ({"optm": {}}, "optm: unknown key; did you mean optim?"),
         ({"optim": 3}, "optim: expected a mapping, got 3"),
         ({"optim": {"lr": "fast"}}, "optim.lr: expected float, got 'fast'"),
+        ({"seed": -1}, "seed: expected at least 0, got -1"),
         ({"optim": {"lr": True}}, "optim.lr: expected float, got True"),
         ({"optim": {"lr": "nan"}}, "optim.lr: expected a finite number, got nan"),
         ({"optim": {"lr": float("inf")}}, "optim.lr: expected a finite number, got inf"),

@@ -248,6 +248,7 @@ def _check(config: TrainConfig) -> None:
         *_draft_rules(config.draft, config.loss),
         *_optim_rules(config.optim),
         *_run_rules(config.run, config.compile),
+        _at_least("seed", config.seed, 0),
     ]
     for good, key, found, expected in rules:
         if not good:
@@ -284,7 +285,6 @@ def _input_rules(target: TargetConfig, data: DataConfig) -> list[_Rule]:
 
 def _draft_rules(draft: DraftModelConfig, loss: LossConfig) -> list[_Rule]:
     return [
-        (config.seed >= 0, "seed", config.seed, "0 or more"),
         (draft.mask_token_id >= 0, "draft.mask_token_id", draft.mask_token_id, "an embedding row"),
         _at_least("draft.block_size", draft.block_size, 2),
         _at_least("draft.num_draft_layers", draft.num_draft_layers, 1),

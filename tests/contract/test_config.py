@@ -65,7 +65,6 @@ def test_numbers_are_taken_as_yaml_gives_them() -> None:
         ({"optm": {}}, "optm: unknown key; did you mean optim?"),
         ({"optim": 3}, "optim: expected a mapping, got 3"),
         ({"optim": {"lr": "fast"}}, "optim.lr: expected float, got 'fast'"),
-        ({"seed": -1}, "seed: expected at least 0, got -1"),
         ({"optim": {"lr": True}}, "optim.lr: expected float, got True"),
         ({"optim": {"lr": "nan"}}, "optim.lr: expected a finite number, got nan"),
         ({"optim": {"lr": float("inf")}}, "optim.lr: expected a finite number, got inf"),
@@ -81,6 +80,11 @@ def test_value_of_the_wrong_kind_is_named_by_its_dotted_key(raw: dict[str, Any],
     with pytest.raises(ConfigError) as info:
         TrainConfig.from_dict(raw)
     assert str(info.value).startswith(told)
+
+
+def test_negative_seed_is_refused() -> None:
+    with pytest.raises(ConfigError, match="seed: expected at least 0, got -1"):
+        TrainConfig.from_dict(NEEDED | {"seed": -1})
 
 
 def test_configuration_that_is_no_mapping_is_refused() -> None:

@@ -30,5 +30,5 @@ hosts:
         # log_dir: /var/log/dflash
         # env: {HF_HOME: /models/hf}
         # groups: [train]       # --limit train selects it
-        # pip_args: ["--extra-index-url", "https://pypi.example.org/simple"]
+        # pip_args: ["--find-links", "/srv/wheels"]
 """

@@ -115,6 +115,7 @@ class CompileGate:
         self._closed = threading.Event()
         self.stats = GateStats()
         self._guards = settings.compile and settings.gate
+        self._num_threads = torch.get_num_threads()
         if settings.compile:
             self._configure()
             # Dense attention in place of the kernel costs minutes and memory without a word.
@@ -331,6 +332,8 @@ class CompileGate:
 
     def _configure(self) -> None:
         """Set the compiler's configuration in this thread and make sure that it holds."""
+        # A guard of every graph; a new thread takes the number that any thread set last.
+        torch.set_num_threads(self._num_threads)
         limit = self._settings.recompile_limit
         dynamo, functorch = _dynamo_config(), _functorch_config()
         for config, name, value in (

@@ -183,6 +183,27 @@ def test_spawned_thread_has_the_gates_configuration(gate: CompileGate) -> None:
     assert found == [1024, 4096, True]
 
 
+def test_thread_count_that_another_thread_set_last_compiles_nothing_anew(
+    gate: CompileGate,
+) -> None:
+    double = gate.wrap(lambda x: x * 2)
+    other = torch.get_num_threads() + 1
+    setter = threading.Thread(target=torch.set_num_threads, args=(other,))
+    setter.start()
+    setter.join(10)
+    with gate.step("key"):
+        double(torch.ones(3))
+    gate.seal()
+    done: list[float] = []
+
+    def worker() -> None:
+        done.append(gate.run("key", lambda: double(torch.ones(3)))[0].item())
+
+    _run([gate.spawn(worker, "worker")])
+    torch.set_num_threads(torch.get_num_threads())  # new threads take this thread's number again
+    assert done == [2.0]
+
+
 def test_four_threads_of_masks_leave_no_trace_annotation_behind(gate: CompileGate) -> None:
     errors: list[BaseException] = []
 

@@ -27,6 +27,7 @@ from trainer.contract.manifest import Gpu, Manifest
 
 PACKAGES = ("torch", "transformers", "safetensors", "numpy", "tokenizers")
 OPTIONAL_PACKAGES = ("triton",)
+_CACHE_NAMES = ("HF_HOME", "HF_HUB_CACHE")
 _FACTS_S = 900.0  # the digest of a large data set takes its time
 _LOCK_HELD = 75  # exit status of remote/enter.py
 _SOCKET_LIMIT = 100  # a unix socket's path holds 107 bytes
@@ -72,7 +73,8 @@ def gather_facts(
         "revision": config.target.revision,
         "data": config.data.path,
         "log_dir": container.log_dir,
-        "env": container.env,
+        # Not all of env: it may hold tokens, and arguments are seen in the process list.
+        "env": {name: container.env[name] for name in _CACHE_NAMES if name in container.env},
     }
     program = Program("facts", arguments, deadline_s=_FACTS_S, python=container.python)
     return run_program(transport, program)

@@ -12,6 +12,7 @@ import typer
 from dflashctl.cli.verb import Options, Verb, current
 
 if TYPE_CHECKING:
+    from dflashctl.errors import DflashctlError
     from dflashctl.gpu_roles import Ways
     from dflashctl.inventory import Place
     from dflashctl.run_store import RunStore
@@ -58,24 +59,32 @@ def deploy(
 ) -> None:
     """Send the trainer's code to the selected containers, unless it is there."""
     from dflashctl.bundle import build_bundle
+    from dflashctl.errors import DflashctlError
     from dflashctl.operations.deploy import DeployRequest
     from dflashctl.operations.deploy import deploy as run
-    from dflashctl.render.receipts import deploy_text
+    from dflashctl.render.document import print_document
+    from dflashctl.render.receipts import deploy_document, deploy_text
 
     options = current(ctx)
     request = DeployRequest(build_bundle(), env or bool(requirements), requirements, dry_run)
-    results = []
-    for place in options.places():
-        with _closing(options.connect(place)) as transport:
-            result = run(transport, place, request, _to_stderr)
+    places = options.places()
+    results, failures = [], []
+    for place in places:
+        try:
+            with _closing(options.connect(place)) as transport:
+                result = run(transport, place, request, _to_stderr)
+        except DflashctlError as error:
+            if len(places) == 1:
+                raise
+            failures.append(error)  # the other containers get theirs
+            continue
         results.append(result)
         if not options.json:
             sys.stdout.write(deploy_text(result))
         _tell_trips(options, result.round_trips)
     if options.json:
-        from dataclasses import asdict
-
-        _show(options, {"places": [asdict(result) for result in results]}, "")
+        print_document(deploy_document(results, failures), ok=not failures)
+    _end_with(failures, len(places), quiet=options.json)
 
 
 def push(
@@ -324,6 +333,19 @@ def _propose_tag(options: Options, runs: "RunStore") -> str:
         raise UsageError("no tag was given", hint=f"dflashctl launch --tag {tag}")
     answer: str = typer.prompt("tag", default=tag, err=True)
     return answer
+
+
+def _end_with(failures: "list[DflashctlError]", num_asked: int, *, quiet: bool) -> None:
+    """Tell the failures of a fan-out and leave: 6 when some succeeded, else the worst code."""
+    from dflashctl.errors import ExitCode
+    from dflashctl.render.failure import failure_text
+
+    if not failures:
+        return
+    if not quiet:
+        sys.stderr.write("".join(failure_text(error) for error in failures))
+    worst = max(error.exit_code for error in failures)
+    raise typer.Exit(int(ExitCode.PARTIAL if len(failures) < num_asked else worst))
 
 
 @contextmanager

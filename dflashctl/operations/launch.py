@@ -9,7 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from dflashctl.errors import DflashctlError, MismatchError, RefusedError, StateUnknownError
+from dflashctl.errors import (
+    ContainerDownError,
+    DflashctlError,
+    MismatchError,
+    RefusedError,
+    StateUnknownError,
+    UnreachableError,
+)
 from dflashctl.gpu_roles import Ways, claim_roles, require_free_again
 from dflashctl.remote_run import (
     Code,
@@ -122,13 +129,13 @@ def _start(ways: Ways, manifest: Manifest, runs: RunStore, *, resume: bool) -> N
     tag = manifest.tag
     try:
         answer = start_run(ways.inside, manifest, environment, resume=resume)
-    except StateUnknownError as error:
-        again = f"--resume {tag}" if resume else f"--tag {tag}"
-        hint = f"dflashctl status {tag}   (the same `launch {again}` completes it)"
-        raise StateUnknownError(error.message, hint=hint, place=error.place) from error
-    except DflashctlError as error:
-        if isinstance(error, RefusedError) and not resume:
+    except (RefusedError, ContainerDownError):
+        if not resume:
             runs.forget_intent(tag)  # nothing was started, and that is certain
+        raise
+    except (StateUnknownError, UnreachableError) as error:
+        again = f"--resume {tag}" if resume else f"--tag {tag}"
+        error.hint = f"dflashctl status {tag}   (the same `launch {again}` completes it)"
         raise
     if not answer["started"]:
         if not resume:

@@ -86,6 +86,14 @@ def refuse_taken_gpus(runs: Path, tag: str, uuids: list[str]) -> None:
                 raise RefusedError("gpu-busy", text, f"dflashctl stop {directory.name}")
 
 
+def session_alive(socket: str, tag: str) -> bool:
+    """Say whether the run's tmux session is there: its runner may still be on its way."""
+    if shutil.which("tmux") is None:
+        return False
+    argv = ["tmux", "-S", socket, "has-session", "-t", f"={tag}"]
+    return subprocess.run(argv, capture_output=True, check=False, timeout=10).returncode == 0
+
+
 def make_directory(arguments: dict[str, Any], sent: dict[str, Any], runs: Path) -> bool:
     """Put the run directory in place by rename; True when it replaced one that never started."""
     directory = runs / arguments["tag"]
@@ -94,6 +102,8 @@ def make_directory(arguments: dict[str, Any], sent: dict[str, Any], runs: Path) 
         if any((directory / name).exists() for name in ("process.json", "exit.json")):
             text = f"the tag {directory.name} exists already"
             raise RefusedError("tag-exists", text, "choose another --tag, or --resume it")
+        if session_alive(arguments["socket"], arguments["tag"]):
+            raise RefusedError("running", f"the run {directory.name} is being started just now")
         shutil.rmtree(directory)
         replaced = True
     for stale in runs.glob(".starting-*"):
@@ -193,7 +203,7 @@ if __name__ == "__main__":
         answer = main(json.loads(sys.argv[1]), json.loads(sys.stdin.read()))
     except RefusedError as refusal:
         answer = {"error": refusal.fields}
-    except OSError as problem:
+    except (OSError, subprocess.SubprocessError) as problem:
         answer = {"error": {"kind": "failed", "message": f"cannot start the run: {problem}"}}
     print(json.dumps(answer))
     sys.exit("error" in answer)

@@ -6,6 +6,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 from dflashctl.errors import DflashctlError
 
@@ -20,16 +21,20 @@ def failure_text(error: DflashctlError) -> str:
     return "\n".join(lines) + "\n"
 
 
-def failure_document(error: DflashctlError) -> str:
-    """Return the one JSON document that --json prints for an error."""
-    fields = {
+def failure_fields(error: DflashctlError) -> dict[str, Any]:
+    """Return the error as a document's ``error`` holds it."""
+    return {
         "code": error.code,
         "exit_code": int(error.exit_code),
         "message": error.message,
         "hint": error.hint,
         "place": error.place,
     }
-    return json.dumps({"schema": SCHEMA, "ok": False, "error": fields}) + "\n"
+
+
+def failure_document(error: DflashctlError) -> str:
+    """Return the one JSON document that --json prints for an error."""
+    return json.dumps({"schema": SCHEMA, "ok": False, "error": failure_fields(error)}) + "\n"
 
 
 def show_failure(error: DflashctlError, *, as_json: bool) -> None:

@@ -1,7 +1,10 @@
 """What the acting verbs print: receipts for people. Everything is plain text, never markup."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
+from dflashctl.errors import DflashctlError
 from dflashctl.operations.deploy import DeployResult
 from dflashctl.operations.evaluate import EvaluateResult
 from dflashctl.operations.gpus import GpuRow, HostGpus
@@ -9,6 +12,7 @@ from dflashctl.operations.launch import LaunchResult
 from dflashctl.operations.push import PushResult
 from dflashctl.operations.stop import StopResult
 from dflashctl.operations.warmup import WarmupResult
+from dflashctl.render.failure import failure_fields
 from trainer.contract.manifest import Manifest
 
 _GIB = 1 << 30
@@ -85,6 +89,16 @@ def deploy_text(result: DeployResult) -> str:
         lines.append(f"  environment {result.environment['key'][:12]} {done}")
         lines.append(f"  python      {result.environment['python']}")
     return "\n".join(lines) + "\n"
+
+
+def deploy_document(
+    results: Sequence[DeployResult], failures: Sequence[DflashctlError]
+) -> dict[str, Any]:
+    """Return what ``deploy --json`` tells of every container."""
+    return {
+        "places": [asdict(result) for result in results],
+        "failures": [failure_fields(error) for error in failures],
+    }
 
 
 def push_text(result: PushResult) -> str:

@@ -72,6 +72,17 @@ def test_deploy_twice_takes_two_pct_calls_and_then_one(project: Project, lab_sit
     assert sent[1] == 0
 
 
+def test_deploy_to_all_goes_on_past_a_container_that_is_down(project: Project) -> None:
+    done = project.run("deploy")
+    assert done.returncode == 6
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["kpro6/200", "kpro7/200"]
+    assert "error[container-down]: kpro6/201" in done.stderr
+    document = project.document("deploy")
+    assert (document["rc"], document["ok"]) == (6, False)
+    assert [place["num_sent"] for place in document["places"]] == [0, 0]
+    assert [failure["place"] for failure in document["failures"]] == ["kpro6/201"]
+
+
 def test_launch_holds_the_gpus_the_tag_and_the_line_and_stop_releases_them(
     deployed: Project, lab_site: Lab
 ) -> None:
@@ -224,6 +235,7 @@ def test_a_launch_whose_link_dies_in_the_middle_says_how_to_look_and_a_rerun_com
     lab_site.fault("kpro6", "sshd_kill", "1")
     _out, err = process.communicate(timeout=60)
     assert process.returncode in (4, 8), err
+    assert "dflashctl status x" in err
     lab_site.restore()
     done = deployed.document("-l", "kpro6/200", "launch", "--tag", "x")
     assert done["rc"] == 0, done

@@ -6,6 +6,7 @@ Training, warm-up, evaluation and export all start from the same parts, made in 
 import hashlib
 import json
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,11 @@ def _check_cuda(gpus: Sequence[Gpu]) -> None:
         )
 
 
+def current_device(device: torch.device) -> AbstractContextManager[None]:
+    """Make a GPU the current one inside: Triton launches where the thread is, not the tensors."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 def compiles(config: TrainConfig) -> bool:
     """Say whether anything is compiled. Raises: ConfigError for compile.mode on with the CPU."""
     on_cuda = config.run.device == "cuda"
@@ -173,7 +179,8 @@ def draft_config(config: TrainConfig, target: Target) -> DraftConfig:
 def tap_scale(target: Target, dataset: ChatDataset) -> Tensor:
     """Measure 1 / RMS of each tap on the first samples. Shapes: [n] fp32."""
     documents = [torch.from_numpy(s.input_ids) for s in dataset.samples[:_TAP_SCALE_SAMPLES]]
-    features = target.document_features(documents)
+    with current_device(target.device):
+        features = target.document_features(documents)
     return measured_tap_scale(features, len(target.target_layer_ids)).cpu()
 
 

@@ -74,12 +74,12 @@ class CheckpointState:
 def save(root: Path, state: CheckpointState, *, keep: int) -> Path:
     """Write the checkpoint of ``state.step`` below ``root`` and keep the newest ``keep``.
 
-    An existing checkpoint of the same step is kept as it is: the same step of the same run is
-    the same state. Raises: OSError when the disk is full; nothing that was complete is lost then.
+    A whole checkpoint of the same step is kept as it is: the same step of the same run is the
+    same state. Raises: OSError when the disk is full; nothing that was complete is lost then.
     """
     root.mkdir(parents=True, exist_ok=True)
     final = root / step_directory(state.step)
-    if _is_complete(final):
+    if _is_complete(final, digests=True):
         return final
     _remove_leftovers(root, final)
     partial = final.with_name(final.name + PARTIAL_SUFFIX)
@@ -148,9 +148,9 @@ def load(path: Path) -> CheckpointState:
         raise CheckpointError(f"checkpoint {path}: {error}") from error
 
 
-def _is_complete(path: Path) -> bool:
+def _is_complete(path: Path, *, digests: bool = False) -> bool:
     try:
-        verify(path, digests=False)
+        verify(path, digests=digests)
     except CompletionError:
         return False
     return True

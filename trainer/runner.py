@@ -15,8 +15,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
+from typing import TypeVar
 
 from trainer.contract.completion import latest_complete
 from trainer.contract.errors import ContractError
@@ -25,6 +27,8 @@ from trainer.contract.exit_record import ExitRecord, TrainerExit, classify
 from trainer.contract.layout import RunLayout
 from trainer.contract.manifest import Manifest
 from trainer.contract.process_record import ProcessRecord, boot_id, start_ticks
+
+T = TypeVar("T")
 
 _TAIL_BYTES = 1 << 18
 _RESERVED_BYTES = 4096  # exit.json must find room on a disk that the run has filled
@@ -199,7 +203,7 @@ class _Run:
     def _finish(self, status: int, started: float, *, oom_kill: bool) -> None:
         rc, number = (status, None) if status >= 0 else (None, -status)
         state = classify(rc, number)
-        checkpoint, _skipped = latest_complete(self._path("checkpoints"))
+        checkpoint = _or_none(lambda: latest_complete(self._path("checkpoints"))[0])
         record = ExitRecord(
             run_id=self._manifest.run_id,
             state=state,
@@ -207,10 +211,10 @@ class _Run:
             signal=number,
             started_unix_s=round(started, 3),
             ended_unix_s=round(time.time(), 3),
-            last_step=_last_step(self._path("metrics")),
+            last_step=_or_none(lambda: _last_step(self._path("metrics"))),
             last_checkpoint=checkpoint.name if checkpoint else None,
             oom_kill=oom_kill,
-            error=self._error() if state in ("failed", "killed") else None,
+            error=_or_none(self._error) if state in ("failed", "killed") else None,
         )
         data = record.to_json().encode()
         with self._reserved.open("r+b") as stream:
@@ -231,6 +235,14 @@ class _Run:
         named = [line for line in lines if _ANY_ERROR.match(line)]
         chosen = (own or named or lines)[-1:]
         return chosen[0][:2000].decode("utf-8", "replace") if chosen else None
+
+
+def _or_none(learn: Callable[[], T | None]) -> T | None:
+    """Return a fact, or None when it cannot be learnt: exit.json must be written all the same."""
+    try:
+        return learn()
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def _end_group(pgid: int) -> None:

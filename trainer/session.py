@@ -40,7 +40,8 @@ class Session:
         self._run_dir = run_dir
         self._manifest, self._config = assembly.read_manifest(run_dir)
         self._checkpoints = run_dir / "checkpoints"
-        found, self._skipped = latest_complete(self._checkpoints)
+        # Digests are worth their seconds on resume: a damaged newest one is then passed over.
+        found, self._skipped = latest_complete(self._checkpoints, digests=resume)
         if found is not None and not resume:
             raise ConfigError(f"{run_dir} holds {found.name}; go on from it with --resume")
         self._resume_from = found if resume else None
@@ -295,7 +296,7 @@ def compile_step(
     data: assembly.Data,
     target: Target,
     config: TrainConfig,
-) -> Prepared:
+) -> None:
     """Run one real forward and backward with the plan's first batch; changes no weight.
 
     Hidden states are zeros of the real shape: what is compiled depends on shapes alone.
@@ -305,9 +306,9 @@ def compile_step(
     hidden = torch.zeros(*batch.input_ids.shape, width, dtype=target.dtype)
     prepared = Prepared(batch, hidden)
     replica.draft.train()
-    forward_backward(replica, gate, prepared, config)
+    with assembly.current_device(replica.device):
+        forward_backward(replica, gate, prepared, config)
     replica.optimizer.clear()
-    return prepared
 
 
 @contextmanager

@@ -48,7 +48,8 @@ def warm_up(run_dir: Path) -> None:
         target = next(iter(assembly.load_targets(config, devices.targets[:1]).values()))
         _say("warmup_loaded", load_s=_since(began), target=config.target.path)
         batch = largest_batch(data, config)
-        hidden = batch_features(target, batch, FeatureCache(0))
+        with assembly.current_device(target.device):
+            hidden = batch_features(target, batch, FeatureCache(0))
         prepared = Prepared(batch, hidden)
         schedule = Schedule.from_config(config.optim, steps.num_steps)
         told = [
@@ -95,8 +96,9 @@ def _warm_one(
     attention = assembly.attention_of(config, gate)
     replica = assembly.build_replica(config, target, place, attention, schedule, None)
     replica.draft.train()
-    sums = forward_backward(replica, gate, prepared, config)
-    replica.optimizer.apply(0, float(sums.loss_sum), float(sums.weight_sum))
+    with assembly.current_device(replica.device):
+        sums = forward_backward(replica, gate, prepared, config)
+        replica.optimizer.apply(0, float(sums.loss_sum), float(sums.weight_sum))
     if replica.device.type == "cuda":
         torch.cuda.synchronize(replica.device)
     return _say(

@@ -112,6 +112,29 @@ def test_kill_9_of_the_trainer_is_told_with_its_last_checkpoint(
     assert not _process(run_dir).alive()
 
 
+@pytest.fixture
+def small_memory() -> Iterator[Path]:
+    """A memory cgroup of 170 MB, less than it takes to import torch and a model."""
+    root = Path("/sys/fs/cgroup/memory")
+    if not os.access(root, os.W_OK) or os.geteuid() != 0:
+        pytest.skip("needs root and a writable memory controller (cgroup v1)")
+    group = root / f"dflash-test-{os.getpid()}"
+    group.mkdir()
+    (group / "memory.limit_in_bytes").write_text("170M")
+    yield group
+    group.rmdir()
+
+
+def test_kill_for_memory_is_told_as_such(make_run: MakeRun, small_memory: Path) -> None:
+    run_dir = make_run()
+    enter = f'echo $$ > {small_memory}/tasks; exec "$@"'
+    argv = [sys.executable, "-m", "trainer.runner", "--run-dir", str(run_dir)]
+    done = subprocess.run(["sh", "-c", enter, "sh", *argv], check=False, timeout=25)
+    assert done.returncode == 128 + 9
+    record = _exit(run_dir)
+    assert (record.state, record.signal, record.oom_kill) == ("killed", 9, True)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_stop_signal_writes_a_checkpoint_and_ends_with_10(
     make_run: MakeRun, start: Callable[..., subprocess.Popen[bytes]], number: int

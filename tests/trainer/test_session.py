@@ -42,7 +42,8 @@ def _rewrite(run_dir: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 def _masters(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
-    return checkpoint.load(run_dir / "checkpoints" / f"step_{step:08d}").masters
+    masters = checkpoint.load(run_dir / "checkpoints" / f"step_{step:08d}").masters
+    return {name: tensor.clone() for name, tensor in masters.items()}  # not a map of the file
 
 
 def test_run_trains_checkpoints_and_exports(make_run: MakeRun) -> None:
@@ -262,16 +263,33 @@ def test_changed_rate_is_told_and_taken(make_run: MakeRun) -> None:
     assert warnings == ["the configuration differs from that of the checkpoint"]
 
 
+def _unseal(directory: Path) -> None:
+    (directory / "COMPLETE.json").unlink()
+
+
+def _flip_a_bit(directory: Path) -> None:
+    data = bytearray((directory / "masters.safetensors").read_bytes())
+    data[-1] ^= 1
+    (directory / "masters.safetensors").write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (_unseal, "no COMPLETE.json: the writer was stopped"),
+        (_flip_a_bit, "masters.safetensors has another sha256 than COMPLETE.json says"),
+    ],
+)
 def test_damaged_checkpoint_is_skipped_named_and_the_one_before_is_taken(
-    make_run: MakeRun,
+    make_run: MakeRun, damage: Callable[[Path], None], reason: str
 ) -> None:
     run_dir = make_run()
     _train(run_dir)
     expected = _masters(run_dir, 12)
-    (run_dir / "checkpoints" / "step_00000012" / "COMPLETE.json").unlink()
+    damage(run_dir / "checkpoints" / "step_00000012")
     assert _train(run_dir, resume=True) is TrainerExit.FINISHED
     assert [event["text"] for event in _events(run_dir, "warning")] == [
-        "checkpoint step_00000012 skipped: no COMPLETE.json: the writer was stopped"
+        f"checkpoint step_00000012 skipped: {reason}"
     ]
     resumed = [e["step"] for e in _events(run_dir, "phase") if e["phase"] == "resume"]
     assert resumed == [8]

@@ -96,7 +96,9 @@ class TargetWorker:
 
     def run(self, pulse: Pulse) -> None:
         """Work until the plan ends or the channel is closed."""
-        if self.cpu_threads is not None and self.target.device.type == "cpu":
+        if self.target.device.type == "cuda":
+            torch.cuda.set_device(self.target.device)
+        elif self.cpu_threads is not None:
             torch.set_num_threads(self.cpu_threads)
         while (index := self.counter.take()) is not None:
             pulse.beat(f"prepares batch {index}")

@@ -44,8 +44,11 @@ def event_text(event: dict[str, Any]) -> str:
     if event["kind"] == "step":
         return step_text(event)
     skip = ("v", "seq", "t_unix_s", "run_id", "kind")
-    facts = [f"{key} {value}" for key, value in event.items() if key not in skip]
-    return "  ".join([event["kind"], *facts])
+    told = {key: value for key, value in event.items() if key not in skip and value is not None}
+    if event["kind"] in told:  # a phase names itself
+        told = {event["kind"]: told.pop(event["kind"])} | told
+        return "  ".join(f"{key} {value}" for key, value in told.items())
+    return "  ".join([event["kind"], *(f"{key} {value}" for key, value in told.items())])
 
 
 def receipt(view: RunView) -> str:

@@ -105,7 +105,7 @@ def resume(ways: Ways, tag: str, runs: RunStore, say: Say, *, wait_s: float = 10
     code = Code(manifest.release, {}, "", manifest.git_commit, manifest.git_dirty)
     say("reading facts")
     facts = gather_facts(ways.inside, ways.place, code, config, tag)
-    if facts["run"]["state"] == "running":
+    if facts.get("run", {}).get("state") == "running":
         raise RefusedError(
             f"the run {tag} is running", hint=f"dflashctl watch {tag}", place=label, code="running"
         )

@@ -4,10 +4,15 @@ import os
 import pty
 import re
 import select
+import shutil
 import sys
 import time
 
+import pytest
+
 from tests.dflashctl.act.conftest import REPOSITORY, Project
+
+pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
 
 
 def talk(project: Project, keys: bytes, wait_for: bytes) -> tuple[int, bytes]:

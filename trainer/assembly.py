@@ -176,11 +176,12 @@ def draft_config(config: TrainConfig, target: Target) -> DraftConfig:
     return DraftConfig.from_target(target.text_config, config.draft, target.num_layers)
 
 
-def tap_scale(target: Target, dataset: ChatDataset) -> Tensor:
+def tap_scale(target: Target, dataset: ChatDataset, gate: CompileGate) -> Tensor:
     """Measure 1 / RMS of each tap on the first samples. Shapes: [n] fp32."""
     documents = [torch.from_numpy(s.input_ids) for s in dataset.samples[:_TAP_SCALE_SAMPLES]]
     with current_device(target.device):
-        features = target.document_features(documents)
+        key = ("target", str(target.device))
+        features = gate.run(key, lambda: target.document_features(documents), library=True)
     return measured_tap_scale(features, len(target.target_layer_ids)).cpu()
 
 

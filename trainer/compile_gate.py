@@ -149,20 +149,17 @@ class CompileGate:
             self._count_unguarded(key)
             yield
             return
-        if self._enter(key):
-            with self._exclusively(key):
-                yield
-        else:
-            with self._sharing():
-                yield
+        with self._hold(key, seen=self._is_seen(key), sealed=self._sealed):
+            yield
 
-    def run(self, key: Hashable, fn: Callable[[], R]) -> R:
+    def run(self, key: Hashable, fn: Callable[[], R], *, library: bool = False) -> R:
         """Run one step; if its key said too little and a compile was refused, run it once more.
 
         ``fn`` must be restartable: it draws from generators of its own, and what it accumulates it
         accumulates after the last compiled forward. The second run holds the exclusive side.
+        ``library``: what compiles is not ours, so nobody knows its shapes: allowed after ``seal``.
 
-        Raises: CompileGateError when sealed or when the second run needs a compile again.
+        Raises: CompileGateError when sealed and a compile was refused.
         """
         try:
             with self.step(key):
@@ -170,12 +167,11 @@ class CompileGate:
         except RuntimeError as error:
             if not _is_refused_compile(error):
                 raise
-            if self._sealed or self._nested():
+            if self._nested() or (self._sealed and not library):
                 raise CompileGateError(f"step {key}: {error}") from error
             with self._condition:
-                self._seen.discard(key)
                 self.stats.num_unexpected += 1
-        with self.step(key):
+        with self._hold(key, seen=lambda: False, sealed=False):
             return fn()
 
     @contextlib.contextmanager
@@ -189,8 +185,7 @@ class CompileGate:
             return
         if self._nested():
             raise CompileGateError("trace() inside a step would wait for itself; trace before it")
-        self._enter(None)
-        with self._exclusively(None):
+        with self._hold(None, seen=lambda: False, sealed=False):
             yield
 
     @contextlib.contextmanager
@@ -238,39 +233,50 @@ class CompileGate:
                 self.stats.num_shared += 1
                 self._seen.add(key)
 
-    def _enter(self, key: Hashable) -> bool:
-        """Take a side; True for exclusive. ``None`` is never a seen key."""
+    @contextlib.contextmanager
+    def _hold(self, key: Hashable, *, seen: Callable[[], bool], sealed: bool) -> Iterator[None]:
+        """Hold the side that ``seen`` says: it is asked again after each wait."""
+        if self._enter(key, seen, sealed=sealed):
+            with self._exclusively(key):
+                yield
+        else:
+            with self._sharing():
+                yield
+
+    def _is_seen(self, key: Hashable) -> Callable[[], bool]:
+        return lambda: key in self._seen
+
+    def _enter(self, key: Hashable, seen: Callable[[], bool], *, sealed: bool) -> bool:
+        """Wait for a side and take it; True for the exclusive one."""
         began = time.monotonic()
         with self._condition:
-            waits_exclusive = False
+            waits_alone = False
             try:
                 while True:
                     if self._failure is not None:
                         raise self._failure
-                    seen = key is not None and key in self._seen
-                    if not seen and self._sealed and key is not None:
+                    alone = not seen()
+                    if alone and sealed:
                         raise CompileGateError(
                             f"step {key} was not warmed up; its shape is not one of the plan's"
                         )
-                    self._waiting += (not seen) - waits_exclusive
-                    waits_exclusive = not seen
-                    if self._holder is None and (
-                        self._waiting == 0 if seen else self._readers == 0
-                    ):
+                    self._waiting += alone - waits_alone
+                    waits_alone = alone
+                    if self._holder is None and not (self._readers if alone else self._waiting):
                         break
                     self._condition.wait(_WAIT_S)
-                if seen:
-                    self._readers += 1
-                    self.stats.num_shared += 1
-                else:
+                if alone:
                     thread = threading.current_thread().name
                     self._holder = _Holder(thread, _text(key), time.monotonic())
                     self.stats.num_exclusive += 1
+                else:
+                    self._readers += 1
+                    self.stats.num_shared += 1
             finally:
-                self._waiting -= waits_exclusive
+                self._waiting -= waits_alone
                 self.stats.wait_s += time.monotonic() - began
                 self._condition.notify_all()
-        return not seen
+        return alone
 
     @contextlib.contextmanager
     def _sharing(self) -> Iterator[None]:

@@ -20,7 +20,6 @@ from trainer.channel import OrderedChannel
 from trainer.checkpoint import CheckpointState
 from trainer.compile_gate import CompileEvent, CompileGate, end_process
 from trainer.contract.completion import latest_complete
-from trainer.contract.config import TrainConfig
 from trainer.contract.errors import ConfigError
 from trainer.contract.exit_record import TrainerExit
 from trainer.export import export_draft
@@ -30,7 +29,13 @@ from trainer.optim import Schedule
 from trainer.sync import GradientSync
 from trainer.workers.drafter import DrafterWorker, Replica, StepDone, StepRange, forward_backward
 from trainer.workers.supervisor import StopRequest, Supervisor, WatchSettings
-from trainer.workers.target import FeatureCache, IndexCounter, Prepared, TargetWorker
+from trainer.workers.target import (
+    FeatureCache,
+    IndexCounter,
+    Prepared,
+    TargetWorker,
+    gated_features,
+)
 
 
 class Session:
@@ -97,7 +102,7 @@ class Session:
         state = self._loaded(assembly.identity(config, target, self._manifest, steps))
         replicas = self.replicas = self._build(data, target, steps, state)
         self._metrics.note(f"{len(data.dataset.samples)} samples, {steps.num_steps} steps")
-        self._warm_up(replicas, data, target)
+        self._warm_up(replicas, data, targets)
         steps = replace(steps, first=self._done)
         self._run(data, targets, replicas, steps)
         self._save(replicas[0], target, steps)
@@ -135,7 +140,7 @@ class Session:
         scale: Tensor | None = None
         if config.draft.normalise_taps:
             measured = state is None
-            scale = assembly.tap_scale(target, data.dataset) if measured else None
+            scale = assembly.tap_scale(target, data.dataset, self._gate) if measured else None
             scale = scale if state is None else state.extras["tap_scale"]
         attention = assembly.attention_of(config, self._gate)
         replicas = [
@@ -154,13 +159,22 @@ class Session:
         self._metrics.begin(self._done, steps.num_steps, config.run.log_every_steps, totals)
         return replicas
 
-    def _warm_up(self, replicas: list[Replica], data: assembly.Data, target: Target) -> None:
+    def _warm_up(
+        self, replicas: list[Replica], data: assembly.Data, targets: dict[str, Target]
+    ) -> None:
         """Compile in this thread what the workers will need, then allow no further compile."""
         if not assembly.compiles(self._config):
             return
         self._metrics.phase("warmup", devices=len(replicas))
+        batch = data.maker.make(0)
+        for target in targets.values():
+            with assembly.current_device(target.device):
+                hidden = gated_features(self._gate, target, batch, FeatureCache(0))
         for replica in replicas:
-            compile_step(replica, self._gate, data, target, self._config)
+            with assembly.current_device(replica.device):
+                replica.draft.train()
+                forward_backward(replica, self._gate, Prepared(batch, hidden), self._config)
+                replica.optimizer.clear()  # a warm-up changes no weight
         if self._config.data.packing:  # rows come in many lengths; packed rows in one
             self._gate.seal()
 
@@ -199,7 +213,7 @@ class Session:
                 cache=cache,
                 counter=counter,
                 channel=channel,
-                stop=self._stop,
+                gate=self._gate,
                 cpu_threads=config.run.cpu_threads,
             )
             supervisor.add(f"target-{number}", worker.run)
@@ -288,27 +302,6 @@ class Session:
             self._metrics.finished("failed", self._done, str(error))
             self._metrics.close()
             end_process(error)
-
-
-def compile_step(
-    replica: Replica,
-    gate: CompileGate,
-    data: assembly.Data,
-    target: Target,
-    config: TrainConfig,
-) -> None:
-    """Run one real forward and backward with the plan's first batch; changes no weight.
-
-    Hidden states are zeros of the real shape: what is compiled depends on shapes alone.
-    """
-    batch = data.maker.make(0)
-    width = len(target.target_layer_ids) * int(target.text_config.hidden_size)
-    hidden = torch.zeros(*batch.input_ids.shape, width, dtype=target.dtype)
-    prepared = Prepared(batch, hidden)
-    replica.draft.train()
-    with assembly.current_device(replica.device):
-        forward_backward(replica, gate, prepared, config)
-    replica.optimizer.clear()
 
 
 @contextmanager

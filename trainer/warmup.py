@@ -24,7 +24,7 @@ from trainer.data.packing import Batch
 from trainer.model.target import Target
 from trainer.optim import Schedule
 from trainer.workers.drafter import forward_backward
-from trainer.workers.target import FeatureCache, Prepared, batch_features
+from trainer.workers.target import FeatureCache, Prepared, gated_features
 
 _STAMP = "warmup.json"
 _LOOK_AT_BATCHES = 256
@@ -49,7 +49,7 @@ def warm_up(run_dir: Path) -> None:
         _say("warmup_loaded", load_s=_since(began), target=config.target.path)
         batch = largest_batch(data, config)
         with assembly.current_device(target.device):
-            hidden = batch_features(target, batch, FeatureCache(0))
+            hidden = gated_features(gate, target, batch, FeatureCache(0))
         prepared = Prepared(batch, hidden)
         schedule = Schedule.from_config(config.optim, steps.num_steps)
         told = [

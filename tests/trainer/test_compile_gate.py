@@ -1,5 +1,6 @@
 """The compile gate against real torch.compile (backends eager and aot_eager), real threads."""
 
+import functools
 import subprocess
 import sys
 import threading
@@ -254,6 +255,34 @@ def test_refused_compile_after_seal_is_a_gate_error(gate: CompileGate) -> None:
     gate.seal()
     with pytest.raises(CompileGateError, match="expected 3, actual 5"):
         gate.run("key", lambda: double(torch.ones(5)))
+
+
+def test_library_that_compiles_after_seal_runs_alone(gate: CompileGate) -> None:
+    double = gate.wrap(lambda x: x * 2)
+    gate.run("target", lambda: double(torch.ones(3)), library=True)
+    gate.seal()
+    before = gate.stats.num_exclusive
+    assert gate.run("target", lambda: double(torch.ones(5)), library=True).numel() == 5
+    assert gate.run("target", lambda: double(torch.ones(3)), library=True).numel() == 3
+    assert gate.stats.num_exclusive == before + 1
+
+
+def test_second_run_is_alone_even_when_another_thread_made_the_key_seen(
+    gate: CompileGate,
+) -> None:
+    double = gate.wrap(lambda x: x * 2)
+    gate.run("key", lambda: double(torch.ones(3)))
+    done: list[int] = []
+
+    def many(sizes: range) -> None:
+        for ones in map(torch.ones, sizes):
+            done.append(gate.run("key", functools.partial(double, ones)).numel())
+
+    _run(
+        [gate.spawn(lambda: many(range(4, 12)), "a"), gate.spawn(lambda: many(range(12, 20)), "b")]
+    )
+    assert sorted(done) == list(range(4, 20))
+    assert gate.stats.num_unexpected == 16
 
 
 def test_step_inside_a_step_passes_through_but_a_trace_is_refused(gate: CompileGate) -> None:

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from trainer.channel import OrderedChannel
+from trainer.compile_gate import CompileGate
 from trainer.data.packing import Batch, BatchMaker, place_features
 from trainer.model.target import Target
-from trainer.workers.supervisor import Pulse, StopRequest
+from trainer.workers.supervisor import Pulse
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,20 @@ def batch_features(target: Target, batch: Batch, cache: FeatureCache) -> Tensor:
     return place_features(whole, batch)
 
 
+def gated_features(gate: CompileGate, target: Target, batch: Batch, cache: FeatureCache) -> Tensor:
+    """Return ``batch_features`` made inside the gate.
+
+    The target is not compiled, but a compile elsewhere patches ``nn.Module`` for the whole process
+    and would reach its forward; and kernels of a library may bring compiled functions of their own.
+    """
+
+    def body() -> Tensor:
+        with torch.no_grad():
+            return batch_features(target, batch, cache)
+
+    return gate.run(("target", str(target.device)), body, library=True)
+
+
 @dataclass(frozen=True)
 class TargetWorker:
     """One target thread; all share the counter, the cache and the channel."""
@@ -91,7 +106,7 @@ class TargetWorker:
     cache: FeatureCache
     counter: IndexCounter
     channel: OrderedChannel[Prepared]
-    stop: StopRequest
+    gate: CompileGate
     cpu_threads: int | None
 
     def run(self, pulse: Pulse) -> None:
@@ -103,7 +118,6 @@ class TargetWorker:
         while (index := self.counter.take()) is not None:
             pulse.beat(f"prepares batch {index}")
             batch = self.maker.make(index)
-            with torch.no_grad():
-                hidden = batch_features(self.target, batch, self.cache)
+            hidden = gated_features(self.gate, self.target, batch, self.cache)
             with pulse.wait(f"for room for batch {index}"):
                 self.channel.put(index, Prepared(batch, hidden))

@@ -168,7 +168,7 @@ def stop_text(result: StopResult) -> str:
     released = {True: "released", False: "STILL HELD", None: "none visible"}
     lines = [
         head,
-        f"  last step        {record.get('last_step')}",
+        f"  last step        {record.get('last_step') or 'none'}",
         f"  last checkpoint  {record.get('last_checkpoint') or 'none'}",
         f"  tmux session     {'gone' if result.session_gone else 'STILL THERE'}",
         f"  GPUs             {released[result.gpus_released]}",
@@ -187,11 +187,36 @@ def warmup_text(result: WarmupResult) -> str:
 
 
 def evaluate_text(result: EvaluateResult) -> str:
-    """Return the figures of an evaluation; lists and objects are left to --json."""
-    lines = [f"{result.tag}  evaluation by real decoding"]
-    for key, value in result.evaluation.items():
-        if isinstance(value, float):
-            lines.append(f"  {key:<24} {value:.4f}")
-        elif not isinstance(value, dict | list):
-            lines.append(f"  {key:<24} {value}")
+    """Return the figures of an evaluation; single prompts and differences are left to --json."""
+    found = result.evaluation
+    equal, asked = found.get("num_equal"), found.get("num_prompts")
+    lines = [
+        (
+            f"{result.tag}  measured by real decoding of {asked} prompts,"
+            f" block size {found.get('block_size')}, target {found.get('target_dtype')}"
+        ),
+        (
+            f"  acceptance length  {found['acceptance_length']:.2f}"
+            f"{_interval(found.get('acceptance_length_interval'))}"
+        ),
+    ]
+    if found.get("by_position"):
+        shares = "  ".join(f"{share:.2f}" for share in found["by_position"])
+        lines.append(f"  by position        {shares}")
+    equals = f"{equal} of {asked} outputs equal plain greedy decoding"
+    lines.append(f"  lossless           {'yes' if found['lossless'] else 'no'}: {equals}")
+    if not found["lossless"]:
+        ties = found.get("num_near_ties")
+        lines.append(f"  near-ties          {ties} of the first differences")
+    if found.get("speed_up") is not None:
+        lines.append(f"  speed-up           {found['speed_up']:.2f} on equal output")
+    if found.get("walk_acceptance_length") is not None:
+        lines.append(
+            f"  walk estimate      {found['walk_acceptance_length']:.2f}"
+            f"{_interval(found.get('walk_acceptance_length_interval'))}"
+        )
     return "\n".join(lines) + "\n"
+
+
+def _interval(bounds: Sequence[float] | None) -> str:
+    return f"  (95 % of resampled prompts: {bounds[0]:.2f} to {bounds[1]:.2f})" if bounds else ""

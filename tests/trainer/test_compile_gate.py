@@ -275,8 +275,8 @@ def test_second_run_is_alone_even_when_another_thread_made_the_key_seen(
     done: list[int] = []
 
     def many(sizes: range) -> None:
-        for ones in map(torch.ones, sizes):
-            done.append(gate.run("key", functools.partial(double, ones)).numel())
+        steps = [functools.partial(double, torch.ones(size)) for size in sizes]
+        done.extend(gate.run("key", step).numel() for step in steps)
 
     _run(
         [gate.spawn(lambda: many(range(4, 12)), "a"), gate.spawn(lambda: many(range(12, 20)), "b")]

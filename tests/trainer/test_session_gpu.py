@@ -77,6 +77,18 @@ def test_rows_of_many_lengths_compile_one_at_a_time_while_others_train(make_run:
     assert all(event["expected"] for event in compiles)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_drafters_keep_identical_replicas(make_run: MakeRun, dtype: str) -> None:
+    draft = CUDA["draft"] | {"dtype": dtype}
+    run_dir = _on_gpus(make_run(drafters=3, targets=2, run=CUDA["run"], draft=draft, **PACKED))
+    session = Session(run_dir, resume=False)
+    session.train()
+    first, *others = (replica.draft.cpu().state_dict() for replica in session.replicas)
+    assert len(others) == 2
+    for other in others:
+        assert all(torch.equal(first[name], other[name]) for name in first)
+
+
 def test_bf16_run_stops_and_resumes(make_run: MakeRun) -> None:
     draft = CUDA["draft"] | {"dtype": "bfloat16"}
     run_dir = _on_gpus(

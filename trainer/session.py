@@ -96,6 +96,8 @@ class Session:
         metrics.phase("load", target=config.target.path)
         targets = assembly.load_targets(config, self._devices.targets)
         target = next(iter(targets.values()))
+        if config.compile.gate == "off":
+            metrics.warning("compile.gate is off, an experiment: threads may crash or hang")
         if self._stop.soft.is_set():
             metrics.warning("stopped before the first step; there is nothing to save")
             return "stopped", TrainerExit.STOPPED
@@ -328,6 +330,7 @@ def _random_state() -> dict[str, Tensor]:
 
 def _set_random_state(extras: dict[str, Tensor]) -> None:
     torch.set_rng_state(extras["rng_cpu"])
-    for name, state in extras.items():
-        if name.startswith("rng_cuda_") and torch.cuda.is_available():
-            torch.cuda.set_rng_state(state, int(name.rpartition("_")[2]))
+    for number in range(torch.cuda.device_count()):
+        state = extras.get(f"rng_cuda_{number}")
+        if state is not None:
+            torch.cuda.set_rng_state(state, number)

@@ -321,6 +321,13 @@ def test_compile_on_with_the_cpu_is_refused(make_run: MakeRun) -> None:
         Session(run_dir, resume=False)
 
 
+def test_gate_that_is_off_is_marked_in_the_events(make_run: MakeRun) -> None:
+    run_dir = make_run(compile={"gate": "off"})
+    assert _train(run_dir) is TrainerExit.FINISHED
+    (warning,) = _events(run_dir, "warning")
+    assert warning["text"] == "compile.gate is off, an experiment: threads may crash or hang"
+
+
 def test_role_without_a_device_is_refused(make_run: MakeRun) -> None:
     run_dir = make_run(drafters=0)
     with pytest.raises(ConfigError, match="no device in the role drafter"):

@@ -168,7 +168,7 @@ def load_targets(config: TrainConfig, devices: Sequence[torch.device]) -> dict[s
 
 def attention_of(config: TrainConfig, gate: CompileGate) -> Attention:
     """Return flex attention through the gate where it is compiled, else dense SDPA."""
-    return FlexAttention(gate.wrap) if compiles(config) else SdpaAttention()
+    return FlexAttention(gate) if compiles(config) else SdpaAttention()
 
 
 def draft_config(config: TrainConfig, target: Target) -> DraftConfig:

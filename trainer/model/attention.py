@@ -4,16 +4,17 @@ A backend makes the masks of a batch and applies them; both see the same rule of
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from trainer.compile_gate import CompileGate
 from trainer.model.masks import BlockLayout, MaskRule, block_mask, dense_mask, rule_of
 
 Mask = Tensor | BlockMask
-Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class Attention(Protocol):
@@ -51,17 +52,19 @@ class SdpaAttention:
 class FlexAttention:
     """Block-sparse flex_attention.
 
-    wrap: CompileGate.wrap, which compiles; None runs flex uncompiled, which is dense in memory,
-    has no backward on CPU and is meant for checks.
+    gate: compiles, and lets one thread at a time build masks; None runs flex uncompiled, which is
+    dense in memory, has no backward on CPU and is meant for checks in one thread.
     """
 
-    def __init__(self, wrap: Wrap | None) -> None:
+    def __init__(self, gate: CompileGate | None) -> None:
         plain: Any = flex_attention
-        self._flex: Callable[..., Any] = plain if wrap is None else wrap(plain)
+        self._gate = gate
+        self._flex: Callable[..., Any] = plain if gate is None else gate.wrap(plain)
 
     def masks(self, layout: BlockLayout, rules: dict[str, MaskRule]) -> dict[str, Mask]:
         """Return one BlockMask for each layer type."""
-        return {kind: block_mask(layout, rule) for kind, rule in rules.items()}
+        with nullcontext() if self._gate is None else self._gate.mask():
+            return {kind: block_mask(layout, rule) for kind, rule in rules.items()}
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None) -> Tensor:
         """Attend through flex_attention; a mask of None shows every key."""

@@ -103,9 +103,10 @@ def dense_mask(layout: BlockLayout, rule: MaskRule) -> Tensor:
 def block_mask(layout: BlockLayout, rule: MaskRule) -> BlockMask:
     """Return the rule as flex tiles, made from the sorted anchors.
 
-    Nothing of size queries x keys is evaluated and nothing is compiled or traced, so threads need
-    no lock here. Neither S nor N * B has to be a multiple of the tile. The tiles may call
-    "partial" what is full, never the reverse, and never leave out a visible pair.
+    Nothing of size queries x keys is evaluated and nothing is compiled or traced. One thread at a
+    time (CompileGate.mask): from torch 2.13 on, ``from_kv_blocks`` annotates a process-wide
+    dictionary while it sorts. Neither S nor N * B has to be a multiple of the tile. The tiles may
+    call "partial" what is full, never the reverse, and never leave out a visible pair.
     """
     size, length = rule.block_size, layout.documents.shape[1]
     num_anchors = layout.anchors.shape[1]

@@ -1,5 +1,8 @@
 """Backends against a plain softmax and against each other."""
 
+import threading
+from contextlib import closing
+
 import pytest
 import torch
 from torch import Tensor
@@ -55,7 +58,7 @@ def test_sdpa_equals_a_plain_softmax(kind: str):
 def test_flex_equals_sdpa(kind: str, length: int):
     layout, *inputs = random_case(length)
     query, key, value = (t.detach() for t in inputs)  # flex has no backward on a CPU
-    flex, sdpa = FlexAttention(wrap=None), SdpaAttention()
+    flex, sdpa = FlexAttention(None), SdpaAttention()
     found = flex.attend(query, key, value, flex.masks(layout, RULES)[kind])
     wanted = sdpa.attend(query, key, value, sdpa.masks(layout, RULES)[kind])
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
@@ -67,7 +70,7 @@ def test_flex_equals_sdpa(kind: str, length: int):
 def test_compiled_flex_and_its_gradients_equal_sdpa_on_a_gpu(kind: str):
     layout, *inputs = random_case(device="cuda")
     results = []
-    for backend in (FlexAttention(CompileGate(GateSettings()).wrap), SdpaAttention()):
+    for backend in (FlexAttention(CompileGate(GateSettings())), SdpaAttention()):
         found = backend.attend(*inputs, backend.masks(layout, RULES)[kind])
         results.append((found, *torch.autograd.grad(found.square().sum(), inputs)))
     for ours, wanted in zip(*results, strict=True):
@@ -76,6 +79,19 @@ def test_compiled_flex_and_its_gradients_equal_sdpa_on_a_gpu(kind: str):
 
 def test_a_mask_of_the_other_backend_is_refused():
     layout, query, key, value = random_case()
-    masks = FlexAttention(wrap=None).masks(layout, RULES)
+    masks = FlexAttention(None).masks(layout, RULES)
     with pytest.raises(TypeError, match="make masks with"):
         SdpaAttention().attend(query, key, value, masks["full_attention"])
+
+
+def test_a_thread_waits_for_the_gate_before_it_builds_block_masks():
+    layout, *_ = random_case()
+    with closing(CompileGate(GateSettings())) as gate:
+        backend = FlexAttention(gate)
+        builder = threading.Thread(target=backend.masks, args=(layout, RULES))
+        with gate.mask():
+            builder.start()
+            builder.join(0.5)  # building takes milliseconds
+            assert builder.is_alive()
+        builder.join(20)
+        assert not builder.is_alive()

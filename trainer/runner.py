@@ -211,7 +211,7 @@ class _Run:
             signal=number,
             started_unix_s=round(started, 3),
             ended_unix_s=round(time.time(), 3),
-            last_step=_or_none(lambda: _last_step(self._path("metrics"))),
+            last_step=_or_none(lambda: _last_step(self._path("metrics"), started)),
             last_checkpoint=checkpoint.name if checkpoint else None,
             oom_kill=oom_kill,
             error=_or_none(self._error) if state in ("failed", "killed") else None,
@@ -253,15 +253,25 @@ def _end_group(pgid: int) -> None:
         return
 
 
-def _last_step(metrics: Path) -> int | None:
+def _last_step(metrics: Path, since_unix_s: float) -> int | None:
+    """Return the highest step that events of this start name, of whatever kind.
+
+    Step events alone would not do: of log_every_steps one is told, while a checkpoint or the end
+    may come at any step. A start that told none leaves what the start before it had reached.
+    """
     if not metrics.exists():
         return None
     with metrics.open("rb") as stream:
         size = stream.seek(0, os.SEEK_END)
         stream.seek(max(0, size - _TAIL_BYTES))
         data = stream.read()
-    steps = [e["step"] for e in EventDecoder(lenient=True).feed(data) if e["kind"] == "step"]
-    return int(steps[-1]) if steps else None
+    told = [
+        (float(event["t_unix_s"]), int(event["step"]))
+        for event in EventDecoder(lenient=True).feed(data)
+        if event.get("step")
+    ]
+    now = [step for t_unix_s, step in told if t_unix_s >= since_unix_s]
+    return max(now) if now else told[-1][1] if told else None
 
 
 def _oom_kills() -> int:

@@ -56,12 +56,13 @@ def receipt(view: RunView) -> str:
     ended = view.ended
     if ended is None:
         return ""
-    record = ended.record
-    facts = [f"run {view.tag} {outcome(ended.state, None if record is None else vars(record))}"]
+    record = None if ended.record is None else vars(ended.record)
+    facts = [f"run {view.tag} {outcome(ended.state, record)}"]
     if view.step:
-        facts.append(f"step {progress(view.step)}, loss {figure(view.step.get('loss'), '.4f')}")
-    if record is not None and record.last_checkpoint:
-        facts.append(f"last checkpoint {record.last_checkpoint}")
+        loss = figure(view.step.get("loss"), ".4f")
+        facts.append(f"step {progress(view.step, record)}, loss {loss}")
+    if record is not None and record["last_checkpoint"]:
+        facts.append(f"last checkpoint {record['last_checkpoint']}")
     return "; ".join(facts) + "\n"
 
 

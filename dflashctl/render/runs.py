@@ -33,12 +33,13 @@ def signal_name(number: object) -> str:
         return f"signal {number}"
 
 
-def progress(step: dict[str, Any] | None) -> str:
-    """Return ``120/6500`` of a step event."""
-    if not step or step.get("step") is None:
+def progress(step: dict[str, Any] | None, record: dict[str, Any] | None = None) -> str:
+    """Return ``120/6500`` of a step event; of an ended run the last step that its record names."""
+    last = (record or {}).get("last_step") or (step or {}).get("step")
+    if last is None:
         return "-"
-    total = step.get("num_steps")
-    return str(step["step"]) if total is None else f"{step['step']}/{total}"
+    total = (step or {}).get("num_steps")
+    return str(last) if total is None else f"{last}/{total}"
 
 
 def status_table(runs: Sequence[RunStatus]) -> str:
@@ -55,7 +56,7 @@ def status_lines(run: RunStatus) -> str:
     facts: list[tuple[str, object]] = [
         ("run", f"{run.tag} on {run.place}"),
         ("state", outcome(run.state, run.exit)),
-        ("step", progress(run.step)),
+        ("step", progress(run.step, run.exit)),
         ("loss", figure(step.get("loss"), ".4f")),
         ("speed", f"{_ktok(step)} Ktok/s"),
         ("last event", _ago(run.last_event_age_s)),
@@ -79,7 +80,7 @@ def runs_table(rows: Sequence[RunRow]) -> str:
             row.tag,
             row.place or "-",
             row.state,
-            progress(row.status.step if row.status else None),
+            progress(row.status.step, row.status.exit) if row.status else "-",
             _date(row.created_unix_s),
             row.here or "-",
         )
@@ -102,7 +103,7 @@ def _figures(run: RunStatus) -> tuple[str, str, str, str, str]:
     step = run.step or {}
     eta = duration(step.get("eta_s")) if run.state == "running" else "-"
     loss = figure(step.get("loss"), ".4f")
-    return progress(run.step), loss, _ktok(step), eta, _ago(run.last_event_age_s)
+    return progress(run.step, run.exit), loss, _ktok(step), eta, _ago(run.last_event_age_s)
 
 
 def _ktok(step: dict[str, Any]) -> str:

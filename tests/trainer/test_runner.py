@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from trainer.contract.events import EventDecoder
+from trainer.contract.events import EventDecoder, encode
 from trainer.contract.exit_record import ExitRecord
 from trainer.contract.process_record import ProcessRecord
 
@@ -151,6 +151,27 @@ def test_stop_signal_writes_a_checkpoint_and_ends_with_10(
     assert record.last_checkpoint == f"step_{record.last_step:08d}"
     assert [e["state"] for e in _events(run_dir) if e["kind"] == "finished"] == ["stopped"]
     assert record.error is None
+
+
+def test_last_step_is_that_of_the_checkpoint_where_no_step_event_tells_it(
+    make_run: MakeRun, start: Callable[..., subprocess.Popen[bytes]]
+) -> None:
+    quiet = {"checkpoint_every_steps": 5, "log_every_steps": 100_000}
+    run_dir = make_run(optim=LONG["optim"], run=quiet)
+    runner = start(run_dir)
+    _wait_for("checkpoint", run_dir)
+    runner.send_signal(signal.SIGTERM)
+    runner.communicate(timeout=15)
+    record = _exit(run_dir)
+    assert [e for e in _events(run_dir) if e["kind"] == "step"] == []
+    assert record.last_checkpoint == f"step_{record.last_step:08d}"
+    with (run_dir / "metrics.jsonl").open("ab") as stream:  # an earlier start had come further
+        stream.write(encode(_events(run_dir)[-1] | {"kind": "step", "step": 90_000, "seq": 900}))
+    resumed = start(run_dir, "--resume")
+    _wait_for("checkpoint", run_dir, 3)
+    resumed.send_signal(signal.SIGTERM)
+    resumed.communicate(timeout=15)
+    assert _exit(run_dir).last_checkpoint == f"step_{_exit(run_dir).last_step:08d}"
 
 
 def test_hangup_does_not_end_the_run(

@@ -79,7 +79,7 @@ def test_watch_without_a_terminal_prints_lines_and_the_end_and_exits_0(
     done = laptop.run("watch", "fresh7")
     assert done.returncode == 0
     lines = done.stdout.splitlines()
-    assert [line[10:].split("  ")[0] for line in lines[:2]] == ["phase", "step 120/200"]
+    assert [line[10:].split("  ")[0] for line in lines[:2]] == ["phase train", "step 120/200"]
     assert "3.40 Ktok/s" in lines[1]
     assert lines[2].startswith("run fresh7 finished; step 120/200, loss 2.5000")
     assert done.stderr == ""
@@ -164,7 +164,7 @@ def test_watch_on_a_terminal_uses_the_alternate_screen_and_leaves_a_receipt(
     assert shown.startswith(b"\x1b[?1049h")
     assert b"step 50/200" in shown
     assert b"[bold]not markup[/bold]" in shown
-    assert b"run fresh7 finished; step 50/200, loss 2.5000" in after
+    assert b"run fresh7 finished; step 120/200, loss 2.5000" in after
 
 
 def test_a_live_view_that_is_terminated_gives_the_terminal_back(laptop: Laptop, run: Any) -> None:

@@ -3,6 +3,10 @@
 Nothing heavy is imported at the start: a verb imports its operation when it is called.
 """
 
+import os
+import contextlib
+import errno
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -16,6 +20,12 @@ from dflashctl.errors import DflashctlError, ExitCode, UsageError
 from dflashctl.render.failure import save_trace, show_failure
 from trainer.contract.errors import ContractError
 
+# Failures of the surroundings that name no file: those of the streams and the working directory.
+_SURROUNDINGS = {
+    errno.ENOSPC: "no space left where the output goes",
+    errno.EIO: "the output cannot be written",
+    errno.ENOENT: "the working directory is gone; cd to one that exists",
+}
 _CLICK_ERROR = typer.BadParameter.__mro__[2]  # click's own ClickException, vendored or not
 
 app = typer.Typer(
@@ -52,7 +62,14 @@ for _module in (act, observe, site):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit status; nothing but --debug shows a traceback."""
     argv = list(sys.argv[1:] if arguments is None else arguments)
-    debug = "--debug" in argv
+    try:
+        return _run(argv)
+    except BrokenPipeError:
+        return _reader_left()
+
+
+def _run(argv: list[str]) -> int:
+    """Run the verb and show its error; raises BrokenPipeError when nobody reads stdout."""
     try:
         result = app(args=argv, prog_name="dflashctl", standalone_mode=False)
         sys.stdout.flush()
@@ -63,25 +80,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as ending:
         # Completion ends so; and typer itself, with 1, when `| head` has closed the pipe.
         if isinstance(ending.__context__, BrokenPipeError):
-            return _reader_left()
+            raise ending.__context__ from None
         return ending.code if isinstance(ending.code, int) else 1
     except BrokenPipeError:
-        return _reader_left()
+        raise
     except Exception as error:  # noqa: BLE001 - a user sees one line, whatever it is
         if type(error).__name__ == "NoArgsIsHelpError":
             sys.stderr.write(f"{error}\n")
             return int(ExitCode.USAGE)
         shown = _as_dflashctl_error(error)
-        if debug and not isinstance(error, _CLICK_ERROR):
+        if "--debug" in argv and not isinstance(error, _CLICK_ERROR):
             sys.excepthook(*sys.exc_info())
         show_failure(shown, as_json="--json" in argv)
         return int(shown.exit_code)
 
 
 def _reader_left() -> int:
-    """Return success quietly; Python would complain when it flushes the closed pipe at exit."""
-    sys.stdout = open("/dev/null", "w")  # noqa: PTH123, SIM115
-    return 0
+    """End quietly after ``| head``; Python would complain when it flushes the pipe at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return int(ExitCode.OK)
 
 
 def _as_dflashctl_error(error: Exception) -> DflashctlError:
@@ -97,8 +114,10 @@ def _as_dflashctl_error(error: Exception) -> DflashctlError:
         return UsageError(text, hint=f"{path} --help")
     if isinstance(error, OSError) and error.filename is not None:
         return DflashctlError(error.strerror or str(error), place=str(error.filename), code="file")
-    return DflashctlError(
-        f"unexpected {type(error).__name__}: {error}",
-        hint=f"the traceback is in {save_trace(error)}; --debug shows it",
-        code="bug",
-    )
+    if isinstance(error, OSError) and error.errno in _SURROUNDINGS:
+        return DflashctlError(_SURROUNDINGS[error.errno], code="file")
+    try:
+        where = f"the traceback is in {save_trace(error)}; --debug shows it"
+    except OSError:  # no home, or a full or read-only one
+        where = "--debug shows the traceback"
+    return DflashctlError(f"unexpected {type(error).__name__}: {error}", hint=where, code="bug")

@@ -41,8 +41,6 @@ def watch(ctx: typer.Context, tag: MaybeTag = None) -> int:
         ended = show(options, request)
     except KeyboardInterrupt:
         return _left_alone(tag)
-    except BrokenPipeError:
-        return _reader_left()
     return int(ExitCode.OK if ended.state in ("finished", "stopped") else ExitCode.FAILED)
 
 
@@ -68,8 +66,6 @@ def logs(
         ended = read_logs(request, options.connect, write, _tell)
     except KeyboardInterrupt:
         return _left_alone(tag)
-    except BrokenPipeError:
-        return _reader_left()
     if ended is not None:
         record = None if ended.record is None else vars(ended.record)
         sys.stderr.write(f"run {tag} {outcome(ended.state, record)}\n")
@@ -226,12 +222,6 @@ def _left_alone(tag: str) -> int:
         f"  look again: dflashctl watch {tag}\n  stop it:    dflashctl stop {tag}\n"
     )
     return int(ExitCode.INTERRUPTED)
-
-
-def _reader_left() -> int:
-    """End quietly after ``| head``; Python would complain again when it flushes at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return int(ExitCode.OK)
 
 
 def _failure_exit(failures: "Sequence[PlaceFailure]", num_places: int, *, quiet: bool) -> int:

@@ -3,7 +3,6 @@
 Nothing heavy is imported at the start: a verb imports its operation when it is called.
 """
 
-import os
 import contextlib
 import errno
 import os
@@ -61,6 +60,7 @@ for _module in (act, observe, site):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit status; nothing but --debug shows a traceback."""
+    _open_closed_streams()
     argv = list(sys.argv[1:] if arguments is None else arguments)
     try:
         return _run(argv)
@@ -91,13 +91,43 @@ def _run(argv: list[str]) -> int:
         shown = _as_dflashctl_error(error)
         if "--debug" in argv and not isinstance(error, _CLICK_ERROR):
             sys.excepthook(*sys.exc_info())
-        show_failure(shown, as_json="--json" in argv)
+        _show(shown, as_json="--json" in argv)
         return int(shown.exit_code)
 
 
-def _reader_left() -> int:
-    """End quietly after ``| head``; Python would complain when it flushes the pipe at exit."""
+def _show(error: DflashctlError, *, as_json: bool) -> None:
+    """Show the error; where stdout takes nothing more, its text goes to stderr alone."""
+    try:
+        show_failure(error, as_json=as_json)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError:  # a full disk behind `> file`
+        _drop_stdout()
+        with contextlib.suppress(OSError):
+            show_failure(error, as_json=False)
+
+
+def _open_closed_streams() -> None:
+    """Give a stream that the caller closed (``>&-``) the null device, under its own number."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            mode = os.O_RDONLY if number == 0 else os.O_WRONLY
+            null = os.open(os.devnull, mode)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w"))
+
+
+def _drop_stdout() -> None:
+    """Let go of a stdout that takes nothing; Python would complain when it flushes it at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _reader_left() -> int:
+    """End quietly after ``| head``."""
+    _drop_stdout()
     return int(ExitCode.OK)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dflashctl.cli.verb import Options, Verb, current
+from dflashctl.cli.verb import Options, Verb, current, finite_seconds
 
 if TYPE_CHECKING:
     from dflashctl.errors import DflashctlError
@@ -113,7 +113,14 @@ def push(
 def gpus(
     ctx: typer.Context,
     watch: Annotated[
-        float | None, typer.Option("--watch", "-w", metavar="SECONDS", min=0.5, help="repeat")
+        float | None,
+        typer.Option(
+            *("--watch", "-w"),
+            metavar="SECONDS",
+            min=0.5,
+            callback=finite_seconds,
+            help="repeat",
+        ),
     ] = None,
 ) -> None:
     """Show memory, utilisation and holder of every GPU, host by host."""
@@ -168,7 +175,10 @@ def launch(
         str | None, typer.Option("--resume", metavar="TAG", help="go on with a run that ended")
     ] = None,
     wait: Annotated[
-        float, typer.Option(metavar="SECONDS", help="longest wait for the first event")
+        float,
+        typer.Option(
+            metavar="SECONDS", callback=finite_seconds, help="longest wait for the first event"
+        ),
     ] = 10.0,
 ) -> None:
     """Start a run under tmux, and prove from a second look that it lives."""
@@ -216,7 +226,8 @@ def stop(
     ctx: typer.Context,
     tag: Tag,
     grace: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0, help="time for the checkpoint")
+        float,
+        typer.Option(metavar="SECONDS", callback=finite_seconds, help="time for the checkpoint"),
     ] = 60.0,
 ) -> None:
     """Stop a run with a checkpoint, and say what was proven."""

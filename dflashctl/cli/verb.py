@@ -79,6 +79,13 @@ def current(ctx: typer.Context) -> Options:
     return ctx.find_root().ensure_object(Options)
 
 
+def finite_seconds(value: float | None) -> float | None:
+    """Refuse nan, inf and negative seconds; the callback of options that are waits."""
+    if value is not None and not (0 <= value < float("inf")):
+        raise typer.BadParameter(f"{value} is no number of seconds to wait")
+    return value
+
+
 def _store(name: str) -> Any:
     def callback(ctx: Any, _param: Any, value: Any) -> Any:
         if value:

@@ -45,12 +45,16 @@ class Facts:
         self.problems.append([code, text, hint])
 
     def release(self) -> None:
-        """Check every byte of the release."""
+        """Check every byte of the release: by the list of its files, else by its own name."""
         release = self.workspace / "releases" / self.arguments["release"]
         if not release.is_dir():
             text = f"release {release.name[:12]} is not in the container"
             self.problem("release-missing", text, "dflashctl deploy")
             return
+        if not self.arguments["files"] and release_digest(release) != release.name:
+            text = f"release {release.name[:12]} holds other bytes than at its launch"
+            hint = "check out the commit of the launch, then: dflashctl deploy; or launch a new tag"
+            self.problem("release-damaged", text, hint)
         for name, sha256 in self.arguments["files"].items():
             path = release / name
             if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
@@ -145,8 +149,6 @@ class Facts:
         log = Path(log_dir) / f"train_stdout_{directory.name}.log" if log_dir else None
         if log is not None and log.exists() and "run" not in self.answer:
             self.problem("tag-exists", f"the log of an earlier run is there: {log}")
-        runs = [p for p in self.workspace.glob("runs/*/manifest.json") if p.parent.name[0] != "."]
-        self.answer["tags"] = [p.parent.name for p in sorted(runs, key=lambda p: p.stat().st_mtime)]
 
     def gpus(self) -> None:
         """List the GPUs that the container itself can see; absent when it has no nvidia-smi."""
@@ -159,11 +161,23 @@ class Facts:
             self.answer["gpu_problem"] = (done.stdout + done.stderr).strip()[:500]
 
 
+def release_digest(release: Path) -> str:
+    """Return the digest that names a release: over the sorted (path, mode, sha256) of its files."""
+    lines = []
+    for path in sorted(p for p in release.rglob("*") if p.is_file()):
+        if "__pycache__" not in path.parts:
+            sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+            mode = path.stat().st_mode & 0o777
+            lines.append((path.relative_to(release).as_posix(), f"{mode:o}", sha256))
+    listing = "".join("\0".join(line) + "\n" for line in sorted(lines))
+    return hashlib.sha256(listing.encode()).hexdigest()
+
+
 def run_state(directory: Path) -> dict[str, Any]:
     """Say what a run directory is: running, ended, started (lost) or never started."""
     try:
-        manifest = json.loads((directory / "manifest.json").read_text())
-    except (OSError, ValueError):
+        manifest = dict(json.loads((directory / "manifest.json").read_text()))
+    except (OSError, ValueError, TypeError):
         manifest = {}
     state = "never-started"
     if (directory / "exit.json").exists():
@@ -179,7 +193,7 @@ def locked(path: Path) -> bool:
     """Say whether a living runner or trainer holds the run's lock."""
     try:
         with path.open("rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # two who look do not see each other
     except FileNotFoundError:
         return False
     except BlockingIOError:
@@ -195,7 +209,6 @@ def main(arguments: dict[str, Any]) -> dict[str, Any]:
             ask()
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             facts.problem("facts", f"{ask.__name__}: {error}")
-    facts.answer["tmux"] = shutil.which("tmux")
     facts.answer["clock_unix_s"] = time.time()
     facts.answer["problems"] = facts.problems
     return facts.answer

@@ -49,7 +49,7 @@ def locked(path: Path) -> bool:
     """Say whether a living runner or trainer holds the run's lock."""
     try:
         with path.open("rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # two who look do not see each other
     except FileNotFoundError:
         return False
     except BlockingIOError:
@@ -79,7 +79,10 @@ def refuse_taken_gpus(runs: Path, tag: str, uuids: list[str]) -> None:
         directory = manifest.parent
         if directory.name in (tag, "") or not locked(directory / "run.lock"):
             continue
-        held = {gpu.get("uuid") for gpu in json.loads(manifest.read_text()).get("gpus", [])}
+        try:
+            held = {gpu["uuid"] for gpu in json.loads(manifest.read_text())["gpus"]}
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # damaged; nvidia-smi was asked about its GPUs before
         for uuid in uuids:
             if uuid in held:
                 text = f"GPU {uuid} is not idle: run {directory.name} holds it"
@@ -159,13 +162,13 @@ def start_runner(arguments: dict[str, Any], directory: Path) -> str:
     return way
 
 
-def wait_for_process(directory: Path, old: str | None) -> bool:
+def wait_for_process(directory: Path, old: bytes | None) -> bool:
     """Wait until the runner has written process.json anew; False when it did not."""
     path = directory / "process.json"
     limit = time.monotonic() + START_WAIT_S
     while time.monotonic() < limit:
         try:
-            if path.read_text() != old:
+            if path.read_bytes() != old:
                 return True
         except FileNotFoundError:
             pass
@@ -188,7 +191,7 @@ def main(arguments: dict[str, Any], sent: dict[str, Any]) -> dict[str, Any]:
     refuse_taken_gpus(runs, arguments["tag"], arguments["uuids"])
     replaced = not arguments["resume"] and make_directory(arguments, sent, runs)
     process = directory / "process.json"
-    old = process.read_text() if process.exists() else None
+    old = process.read_bytes() if process.exists() else None
     (directory / "runner_stderr.log").unlink(missing_ok=True)
     way = start_runner(arguments, directory)
     started = wait_for_process(directory, old)

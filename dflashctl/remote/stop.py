@@ -32,6 +32,27 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
+def read_process(run_dir: Path) -> dict[str, Any] | None:
+    """Return process.json, None when it is absent or does not say which processes the run is."""
+    process = read_json(run_dir / "process.json")
+    names = ("trainer_pid", "trainer_start_ticks", "pgid", "boot_id")
+    return process if process is not None and all(name in process for name in names) else None
+
+
+def lock_holders(path: Path) -> list[int]:
+    """Return the processes that have the run's lock open, without our own."""
+    found = []
+    for directory in Path("/proc").glob("[0-9]*/fd"):
+        pid = int(directory.parent.name)
+        try:
+            held = any(os.readlink(link) == str(path.resolve()) for link in directory.iterdir())
+        except OSError:  # it ended, or is not ours to look at
+            continue
+        if held and pid != os.getpid():
+            found.append(pid)
+    return sorted(found)
+
+
 def alive(process: dict[str, Any]) -> bool:
     """Say whether the trainer of process.json lives: same pid, start ticks and boot."""
     try:
@@ -48,7 +69,7 @@ def locked(path: Path) -> bool:
     """Say whether a living runner or trainer holds the run's lock."""
     try:
         with path.open("rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # two who look do not see each other
     except FileNotFoundError:
         return False
     except BlockingIOError:
@@ -108,15 +129,27 @@ def wait_for(path: Path) -> dict[str, Any] | None:
     return value
 
 
+def unknown_process(run_dir: Path) -> dict[str, Any]:
+    """Return the error for a run that lives while process.json does not say what to signal."""
+    pids = lock_holders(run_dir / "run.lock")
+    listed = " ".join(map(str, pids))
+    text = f"the run lives (run.lock is held by pid {listed or '?'}), and process.json is damaged"
+    hint = f"in the container: kill -INT {pids[-1]}" if pids else "dflashctl attach, then Ctrl-C"
+    return {"error": {"kind": "failed", "code": "process-unknown", "message": text, "hint": hint}}
+
+
 def main(arguments: dict[str, Any]) -> dict[str, Any]:
     """Stop the run and say what is proven."""
     run_dir = Path(arguments["run_dir"])
     if not run_dir.is_dir():
         text = f"there is no run {arguments['tag']} in the container"
         return {"error": {"kind": "usage", "message": text, "hint": "dflashctl runs list"}}
-    process, ended = read_json(run_dir / "process.json"), read_json(run_dir / "exit.json")
+    process, ended = read_process(run_dir), read_json(run_dir / "exit.json")
     if process is None and ended is None and locked(run_dir / "run.lock"):
-        process = wait_for(run_dir / "process.json")  # it is just being started
+        wait_for(run_dir / "process.json")  # it is just being started
+        process = read_process(run_dir)
+        if process is None and locked(run_dir / "run.lock"):
+            return unknown_process(run_dir)
     if process is None or ended is not None or not alive(process):
         gone = session_gone(arguments["socket"], arguments["tag"])
         return {"ended_before": True, "signal": None, "exit": ended, "session_gone": gone}

@@ -6,13 +6,13 @@ error class of its kind. Anything else that ends non-zero is a failure with its 
 
 import json
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from dflashctl import remote
 from dflashctl.errors import DflashctlError, MismatchError, RefusedError, UsageError
-from dflashctl.transport import run_script
+from dflashctl.transport import run_script, stream_script
 from dflashctl.transport.base import Script, ScriptResult, Transport
 
 _KINDS: dict[str, type[DflashctlError]] = {
@@ -49,10 +49,45 @@ def run_program(transport: Transport, program: Program) -> dict[str, Any]:
     Raises: the error that the program names; DflashctlError when it broke; and what
     ``run_script`` raises.
     """
-    return read_answer(run_script(transport, program.script()), program.name, transport.place)
+    return _read_answer(run_script(transport, program.script()), program.name, transport.place)
 
 
-def read_answer(result: ScriptResult, name: str, place: str) -> dict[str, Any]:
+def stream_program(
+    transport: Transport, program: Program, on_line: Callable[[bytes], None]
+) -> dict[str, Any]:
+    """Run it, hand each line but the last to ``on_line`` as it comes, and return its answer.
+
+    ``program.deadline_s`` is the longest silence. Raises: as ``run_program``.
+    """
+    lines = _Lines(on_line)
+    result = stream_script(transport, program.script(), lines.feed)
+    lines.close()
+    kept = ScriptResult(result.rc, lines.last, result.stderr, result.elapsed_s)
+    return _read_answer(kept, program.name, transport.place)
+
+
+class _Lines:
+    """Passes a stream on line by line and keeps back the last line, which is the answer."""
+
+    def __init__(self, sink: Callable[[bytes], None]) -> None:
+        self._sink = sink
+        self._rest = b""
+        self.last = b""
+
+    def feed(self, data: bytes) -> None:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            if self.last:
+                self._sink(self.last + b"\n")
+            self.last = line
+
+    def close(self) -> None:
+        """Take an unfinished last line as a line."""
+        if self._rest:
+            self.feed(b"\n")
+
+
+def _read_answer(result: ScriptResult, name: str, place: str) -> dict[str, Any]:
     """Return the JSON object on the last line of stdout; raises as ``run_program`` says."""
     lines = result.stdout.strip().splitlines()
     try:

@@ -15,10 +15,9 @@ from typing import Any
 
 from dflashctl import __version__
 from dflashctl.bundle import Bundle
-from dflashctl.environment import LineKeeper
-from dflashctl.errors import DflashctlError, RefusedError
+from dflashctl.errors import DflashctlError, MismatchError, RefusedError, UsageError
 from dflashctl.inventory import Container, Place
-from dflashctl.program import Program, read_answer, run_program
+from dflashctl.program import Program, run_program, stream_program
 from dflashctl.transport import run_script, stream_script
 from dflashctl.transport.base import Script, ScriptResult, Transport
 from trainer.contract.config import TrainConfig
@@ -29,13 +28,13 @@ PACKAGES = ("torch", "transformers", "safetensors", "numpy", "tokenizers")
 OPTIONAL_PACKAGES = ("triton",)
 _CACHE_NAMES = ("HF_HOME", "HF_HUB_CACHE")
 _FACTS_S = 900.0  # the digest of a large data set takes its time
-_LOCK_HELD = 75  # exit status of remote/enter.py
+_LOCK_HELD, _NO_RUN = 75, 66  # exit statuses of remote/enter.py
 _SOCKET_LIMIT = 100  # a unix socket's path holds 107 bytes
 
 
 @dataclass(frozen=True)
 class Code:
-    """The release that a run uses; ``files`` empty means: do not check its bytes."""
+    """The release that a run uses; ``files`` empty: its bytes are checked against its digest."""
 
     digest: str
     files: dict[str, str]
@@ -209,12 +208,7 @@ def stop_run(
         "socket": tmux_socket(layout),
         "grace_s": grace_s,
     }
-    script = Program("stop", arguments, deadline_s=30.0).script()
-    lines = LineKeeper(on_line)
-    result = stream_script(transport, script, lines.feed)
-    lines.close()
-    kept = ScriptResult(result.rc, lines.last, result.stderr, result.elapsed_s)
-    return read_answer(kept, "stop", transport.place)
+    return stream_program(transport, Program("stop", arguments, deadline_s=30.0), on_line)
 
 
 @dataclass(frozen=True)
@@ -234,7 +228,8 @@ def run_trainer(
 ) -> ScriptResult:
     """Run the command; its stdout goes to ``on_output`` as it comes; one round trip.
 
-    Raises: RefusedError when its lock is held, DflashctlError when it ended non-zero.
+    Raises: RefusedError when its lock is held, UsageError when there is no such run,
+    DflashctlError when it ended non-zero.
     """
     arguments = {
         "run_dir": command.run_dir,
@@ -249,6 +244,13 @@ def run_trainer(
     if result.rc == _LOCK_HELD:
         text = f"another {what} is at work with the same cache"
         raise RefusedError(text, hint="wait for its end", place=place, code="locked")
+    if result.rc == _NO_RUN:
+        raise UsageError(
+            f"there is no run directory {command.run_dir}",
+            hint="dflashctl runs list",
+            place=place,
+            code="no-such-run",
+        )
     return result.check(DflashctlError, f"{what} failed", place=place)
 
 
@@ -263,10 +265,21 @@ def read_remote_file(transport: Transport, path: str) -> bytes | None:
 
 
 def remote_manifest(transport: Transport, place: Place, tag: str) -> Manifest | None:
-    """Return the manifest in the run directory, None when there is none."""
+    """Return the manifest in the run directory, None when there is none.
+
+    Raises: MismatchError naming the file when it is damaged.
+    """
     layout = Workspace.at(place.container.workspace).run(tag)
     data = read_remote_file(transport, str(layout.manifest))
-    return None if data is None else Manifest.from_json(data.decode())
+    try:
+        return None if data is None else Manifest.from_json(data.decode())
+    except ValueError as error:  # ManifestError, or bytes that are no UTF-8
+        raise MismatchError(
+            f"{layout.manifest} is damaged: {error}",
+            hint=f"put the copy of runs/{tag} here back with `dflashctl push`, or launch a new tag",
+            place=transport.place,
+            code="manifest-damaged",
+        ) from error
 
 
 def staged_files(manifest: Manifest, environment: dict[str, str]) -> bytes:

@@ -1,6 +1,7 @@
 """The GPUs that hosts.yaml gives a container, found on the node and proven idle."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from dflashctl.errors import ConfigurationError, MismatchError, RefusedError, StateUnknownError
 from dflashctl.gpus import GpuState, Probe, probe
@@ -26,18 +27,18 @@ class Ways:
         return self.inside.round_trips + (0 if same else self.node.round_trips)
 
 
-def claim_roles(ways: Ways, visible: list[str] | None) -> tuple[Gpu, ...]:
+def claim_roles(ways: Ways, facts: dict[str, Any]) -> tuple[Gpu, ...]:
     """Return the place's GPUs by role, each idle and seen by the container itself.
 
-    visible: UUIDs that the container sees, None when it cannot say. Raises: MismatchError when one
-    is not there, RefusedError naming the holder when one is not idle, StateUnknownError when the
-    driver does not say.
+    facts: those of ``remote/facts.py``; they say which GPUs the container sees, if it can tell.
+    Raises: MismatchError when one is not there, RefusedError naming the holder when one is not
+    idle, StateUnknownError when the driver does not say.
     """
     container = ways.place.container
     if not uses_gpus(container):
         return cpu_roles(container)
     gpus = claim(container, probe_for(ways.node, ways.inside))
-    require_visible(gpus, visible, ways.place.label)
+    require_visible(gpus, facts, ways.place.label)
     return gpus
 
 
@@ -101,14 +102,16 @@ def require_idle(gpu: GpuState, place: str) -> None:
     raise RefusedError(f"{name} is not idle: {gpu.reason}", hint=hint, place=place, code="gpu-busy")
 
 
-def require_visible(gpus: tuple[Gpu, ...], seen: list[str] | None, place: str) -> None:
+def require_visible(gpus: tuple[Gpu, ...], facts: dict[str, Any], place: str) -> None:
     """Raise MismatchError when the container itself does not see a GPU that it was given."""
+    seen, problem = facts.get("gpu_uuids"), facts.get("gpu_problem")
     if seen is None:
         return  # the container has no nvidia-smi; CUDA will tell at the start
+    said = f" (its nvidia-smi says: {problem})" if problem else ""
     for gpu in gpus:
         if gpu.uuid is not None and gpu.uuid not in seen:
             raise MismatchError(
-                f"GPU {gpu.index} ({gpu.uuid}) is on the node and not in the container",
+                f"GPU {gpu.index} ({gpu.uuid}) is on the node and not in the container{said}",
                 hint="pass it through in the container's configuration",
                 place=place,
                 code="gpu-missing",

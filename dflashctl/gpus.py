@@ -27,7 +27,7 @@ class Owner:
     pid: int
     command: str
     memory_bytes: int | None
-    user: str = "?"
+    user: str | None = None
     vmid: int | None = None
     age_s: int | None = None
     tag: str | None = None
@@ -165,7 +165,7 @@ def _owner(pid: int, name: str, memory_bytes: int | None, facts: list[str]) -> O
         pid=pid,
         command=command,
         memory_bytes=memory_bytes,
-        user=facts[0],
+        user=None if facts[0] == "?" else facts[0],
         vmid=int(cgroup[5:]) if cgroup else None,
         age_s=int(facts[1]) if len(facts) > 1 and facts[1].isdigit() else None,
         tag=run[2] if run and "trainer" in command else None,

@@ -81,7 +81,7 @@ def launch(ways: Ways, request: LaunchRequest, runs: RunStore, say: Say) -> Laun
         _require_same(intent, request)
         return _prove(ways, intent, runs, _Proof(request.wait_s, adopted=True), say)
     raise_problems(facts, label)
-    gpus = claim_roles(ways, facts.get("gpu_uuids"))
+    gpus = claim_roles(ways, facts)
     pinned = Pinned(tag, request.code, request.config, gpus, request.argv)
     manifest = make_manifest(ways.place, pinned, facts)
     runs.intend(manifest)

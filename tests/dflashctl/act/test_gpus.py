@@ -126,10 +126,13 @@ def test_cpu_roles_need_no_gpu_and_a_mixture_is_refused() -> None:
 
 def test_a_card_that_the_container_does_not_see_is_refused() -> None:
     gpus = (Gpu("target", 0, "GPU-a", CARD), Gpu("drafter", 1, "GPU-b", CARD))
-    require_visible(gpus, None, "kpro6/200")
-    require_visible(gpus, ["GPU-b", "GPU-a"], "kpro6/200")
-    with pytest.raises(MismatchError, match=r"GPU 1 .* not in the container"):
-        require_visible(gpus, ["GPU-a"], "kpro6/200")
+    require_visible(gpus, {}, "kpro6/200")
+    require_visible(gpus, {"gpu_uuids": ["GPU-b", "GPU-a"]}, "kpro6/200")
+    with pytest.raises(MismatchError, match=r"GPU 1 .* not in the container$"):
+        require_visible(gpus, {"gpu_uuids": ["GPU-a"]}, "kpro6/200")
+    broken = {"gpu_uuids": [], "gpu_problem": "NVML version mismatch"}
+    with pytest.raises(MismatchError, match=r"GPU 0 .* says: NVML version mismatch"):
+        require_visible(gpus, broken, "kpro6/200")
 
 
 def test_this_machine_answers_as_a_host_and_the_table_has_a_row(tmp_path: Path) -> None:

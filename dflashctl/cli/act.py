@@ -154,14 +154,18 @@ def warmup(ctx: typer.Context, train: TrainFile = None, sets: Sets = None) -> No
     from dflashctl.bundle import build_bundle
     from dflashctl.operations.warmup import warm_up
     from dflashctl.remote_run import Code
-    from dflashctl.render.receipts import warmup_text
+    from dflashctl.render.receipts import warmup_progress, warmup_text
 
     options = current(ctx)
     place = options.place()
     config = _train_config(options, place, train, sets)
     code = Code.of(build_bundle())
+
+    def tell(report: dict[str, Any]) -> None:
+        sys.stderr.write(warmup_progress(report))
+
     with _ways(options, place) as ways:
-        result = warm_up(ways, code, config, tuple(sys.argv), _to_stderr)
+        result = warm_up(ways, code, config, tuple(sys.argv), _to_stderr, tell)
     _show(options, result, warmup_text(result))
     _tell_trips(options, result.round_trips)
 
@@ -192,9 +196,7 @@ def launch(
         result = _resume(options, resume, wait)
     else:
         result = _launch(options, tag, train, sets, wait)
-    manifest = result.manifest
-    place = f"{manifest.host}/{'self' if manifest.vmid is None else manifest.vmid}"
-    _show(options, result, launch_text(result, place))
+    _show(options, result, launch_text(result))
     _tell_trips(options, result.round_trips)
 
 

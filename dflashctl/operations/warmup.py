@@ -41,20 +41,22 @@ def warm_up(
     config: TrainConfig,
     argv: tuple[str, ...],
     on_output: Callable[[bytes], None],
+    on_report: Callable[[dict[str, Any]], None],
 ) -> WarmupResult:
     """Run the trainer's real step on each drafter device in turn.
 
+    ``on_report`` gets each JSON report of the trainer as it comes, ``on_output`` every other line.
     Raises: RefusedError as launch does (release missing, GPU busy, another warm-up at work);
     DflashctlError when the trainer failed.
     """
     facts = gather_facts(ways.inside, ways.place, code, config, _TAG)
     raise_problems(facts, ways.place.label)
-    gpus = claim_roles(ways, facts.get("gpu_uuids"))
+    gpus = claim_roles(ways, facts)
     manifest = make_manifest(ways.place, Pinned(_TAG, code, config, gpus, argv), facts)
     environment = trainer_environment(ways.place.container, manifest)
     name = manifest.cache_dir.rpartition("/")[2]
     run_dir = str(Workspace.at(manifest.workspace).root / "warmup" / name)
-    reports = _Reports(on_output)
+    reports = _Reports(on_output, on_report)
     command = TrainerCommand(
         run_dir=run_dir,
         argv=["warmup", "--run-dir", run_dir],
@@ -63,6 +65,7 @@ def warm_up(
         python=manifest.python,
     )
     run_trainer(ways.inside, command, reports.feed)
+    reports.close()
     return WarmupResult(
         place=ways.place.label,
         release=code.digest,
@@ -74,12 +77,14 @@ def warm_up(
 
 
 class _Reports:
-    """Keeps the trainer's JSON reports by kind, and passes every other line on."""
+    """Tells the trainer's JSON reports from its other lines, and keeps those of the result."""
 
-    def __init__(self, on_output: Callable[[bytes], None]) -> None:
+    def __init__(
+        self, on_output: Callable[[bytes], None], on_report: Callable[[dict[str, Any]], None]
+    ) -> None:
         self.devices: list[dict[str, Any]] = []
         self.notes: list[str] = []
-        self._on_output = on_output
+        self._on_output, self._on_report = on_output, on_report
         self._rest = b""
 
     def feed(self, data: bytes) -> None:
@@ -87,15 +92,21 @@ class _Reports:
         for line in lines:
             self._take(line)
 
+    def close(self) -> None:
+        """Take an unfinished last line as a line."""
+        if self._rest:
+            self.feed(b"\n")
+
     def _take(self, line: bytes) -> None:
         try:
             report = json.loads(line)
         except ValueError:
             report = None
-        kind = report.pop("kind", None) if isinstance(report, dict) else None
-        if kind == "warmup":
-            self.devices.append(report)
-        elif kind == "warmup_note":
-            self.notes.append(str(report.get("text", "")))
-        if kind in (None, "warmup", "warmup_loaded"):
+        if not isinstance(report, dict) or "kind" not in report:
             self._on_output(line + b"\n")
+            return
+        self._on_report(report)
+        if report["kind"] == "warmup":
+            self.devices.append({key: value for key, value in report.items() if key != "kind"})
+        elif report["kind"] == "warmup_note":
+            self.notes.append(str(report.get("text", "")))

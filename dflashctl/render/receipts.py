@@ -13,43 +13,23 @@ from dflashctl.operations.push import PushResult
 from dflashctl.operations.stop import StopResult
 from dflashctl.operations.warmup import WarmupResult
 from dflashctl.render.failure import failure_fields
+from dflashctl.render.tables import format_table, size
 from trainer.contract.manifest import Manifest
 
 _GIB = 1 << 30
 
 
-def columns(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows as aligned columns, two blanks apart; the first row is the heading."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines) + "\n"
-
-
-def size(num_bytes: int) -> str:
-    """Return "812 B", "48.3 KiB", "1.1 MiB" or "22.1 GiB"."""
-    value = float(num_bytes)
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} GiB"
-
-
 def gpus_text(hosts: Sequence[HostGpus]) -> str:
     """Return the table of ``gpus``; a host that failed has a row of its own."""
-    rows: list[tuple[str, ...]] = [
-        ("HOST", "GPU", "NAME", "UUID", "UTIL", "MEMORY", "STATE", "FOR", "HELD BY")
-    ]
+    headers = ("HOST", "GPU", "NAME", "UUID", "UTIL", "MEMORY", "STATE", "FOR", "HELD BY")
+    rows: list[tuple[str, ...]] = []
     for host in hosts:
         rows += [_gpu_row(host, row) for row in host.rows]
         if host.error and not any(row.gpu.state == "unknown" for row in host.rows):
             rows.append((host.host, "?", "", "", "?", "?", "UNKNOWN", "", host.error))
         elif not host.rows and not host.error:
             rows.append((host.host, "-", "", "", "", "", "no GPU", "", ""))
-    return columns(rows)
+    return format_table(headers, rows)
 
 
 def _gpu_row(host: HostGpus, row: GpuRow) -> tuple[str, ...]:
@@ -137,7 +117,7 @@ def _devices(manifest: Manifest, role: str) -> str:
     return ", ".join(f"GPU {gpu.index} {str(gpu.uuid)[:12]}" for gpu in gpus)
 
 
-def launch_text(result: LaunchResult, place: str) -> str:
+def launch_text(result: LaunchResult) -> str:
     """Return the receipt of ``launch``: what was seen, what was pinned, what to type next."""
     tag = result.manifest.tag
     verb = "resumed" if result.resumed else "launched"
@@ -150,10 +130,20 @@ def launch_text(result: LaunchResult, place: str) -> str:
     else:
         proof = f"its process lives and wrote {result.event['kind']!r}"
     pid = f" (pid {result.process['trainer_pid']})" if result.process else ""
-    head = f"{place}  {tag} {verb}; a second look saw: {proof}{pid}\n"
+    head = f"{result.manifest.place}  {tag} {verb}; a second look saw: {proof}{pid}\n"
     following = [f"watch {tag}", f"logs {tag} -f", f"stop {tag}", f"attach {tag}"]
     nexts = "".join(f"  dflashctl {command}\n" for command in following)
     return f"{head}{pinned_text(result.manifest)}next:\n{nexts}"
+
+
+def _last_of(record: dict[str, Any]) -> list[str]:
+    """Return the lines of an exit record; without one nothing is known, which is not "none"."""
+    if not record:
+        return ["  the checkpoint   is shown by: dflashctl status"]
+    return [
+        f"  last step        {record.get('last_step') or 'none'}",
+        f"  last checkpoint  {record.get('last_checkpoint') or 'none'}",
+    ]
 
 
 def stop_text(result: StopResult) -> str:
@@ -168,12 +158,20 @@ def stop_text(result: StopResult) -> str:
     released = {True: "released", False: "STILL HELD", None: "none visible"}
     lines = [
         head,
-        f"  last step        {record.get('last_step') or 'none'}",
-        f"  last checkpoint  {record.get('last_checkpoint') or 'none'}",
+        *_last_of(record),
         f"  tmux session     {'gone' if result.session_gone else 'STILL THERE'}",
         f"  GPUs             {released[result.gpus_released]}",
     ]
     return "\n".join(lines) + "\n"
+
+
+def warmup_progress(report: dict[str, Any]) -> str:
+    """Return a line for what the trainer reports on its way; "" for what the receipt tells."""
+    if report["kind"] == "warmup_loaded":
+        return f"target and data loaded in {report['load_s']:.1f} s\n"
+    if report["kind"] == "warmup":
+        return f"{report['device']} is warm after {report['warmup_s']:.1f} s\n"
+    return ""
 
 
 def warmup_text(result: WarmupResult) -> str:

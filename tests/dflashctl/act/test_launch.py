@@ -266,6 +266,8 @@ def test_a_failing_trainer_command_exits_1_with_its_own_words(deployed: Project)
 
 
 def test_warmup_reports_each_device_and_uses_the_cache_of_launch(deployed: Project) -> None:
+    told = deployed.run("warmup").stderr.splitlines()
+    assert told[-2:] == ["warming up", "cpu is warm after 0.5 s"]
     warm = deployed.document("warmup")
     assert warm["rc"] == 0
     assert warm["devices"] == [{"device": "cpu", "warmup_s": 0.5, "num_compiles": 3}]

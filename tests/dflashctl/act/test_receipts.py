@@ -5,7 +5,13 @@ from dflashctl.operations.evaluate import EvaluateResult
 from dflashctl.operations.gpus import GpuRow, HostGpus
 from dflashctl.operations.stop import StopResult
 from dflashctl.operations.warmup import WarmupResult
-from dflashctl.render.receipts import evaluate_text, gpus_text, size, stop_text, warmup_text
+from dflashctl.render.receipts import (
+    evaluate_text,
+    gpus_text,
+    stop_text,
+    warmup_progress,
+    warmup_text,
+)
 
 EVALUATION = {
     "acceptance_length": 1.854,
@@ -86,6 +92,14 @@ def test_stop_is_clean_only_when_everything_asked_for_was_proven() -> None:
     assert stop_text(stopped(gone=False)).startswith("x still lives after SIGKILL")
 
 
+def test_warmup_tells_each_device_as_it_comes_and_no_json() -> None:
+    loaded = {"kind": "warmup_loaded", "load_s": 3.21, "target": "/m"}
+    assert warmup_progress(loaded) == "target and data loaded in 3.2 s\n"
+    warm = {"kind": "warmup", "device": "cuda:5", "warmup_s": 41.25, "num_compiles": 9}
+    assert warmup_progress(warm) == "cuda:5 is warm after 41.2 s\n"
+    assert warmup_progress({"kind": "warmup_done", "total_s": 50.0}) == ""
+
+
 def test_warmup_tells_seconds_compiles_and_notes() -> None:
     report = {"device": "cuda:5", "warmup_s": 41.2, "num_compiles": 9}
     text = warmup_text(WarmupResult("kpro6/200", "ab" * 32, "/w/cache/k", (report,), ("as is",), 4))
@@ -94,15 +108,3 @@ def test_warmup_tells_seconds_compiles_and_notes() -> None:
         "  cuda:5  41.2 s  9 compiles\n"
         "  as is\n"
     )
-
-
-def test_sizes_are_told_in_the_unit_that_fits() -> None:
-    assert [size(n) for n in (0, 1023, 1024, 250_000, 5 << 20, 22 << 30, 5 << 40)] == [
-        "0 B",
-        "1023 B",
-        "1.0 KiB",
-        "244.1 KiB",
-        "5.0 MiB",
-        "22.0 GiB",
-        "5120.0 GiB",
-    ]

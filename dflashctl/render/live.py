@@ -9,8 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from dflashctl.event_stream import Item
-from dflashctl.render.plain import ktok
-from dflashctl.render.runs import progress
+from dflashctl.render.runs import ktok, progress
 from dflashctl.render.tables import duration, figure, size
 from dflashctl.run_view import RunView
 

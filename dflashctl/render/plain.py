@@ -6,7 +6,7 @@ from typing import Any
 
 from dflashctl.event_stream import Ended, Heartbeat, Item, Notice, RunEvent
 from dflashctl.render.document import document
-from dflashctl.render.runs import outcome, progress
+from dflashctl.render.runs import ktok, outcome, progress
 from dflashctl.render.tables import duration, figure
 from dflashctl.run_view import RunView
 
@@ -31,12 +31,6 @@ def step_text(step: dict[str, Any]) -> str:
         f"ETA {duration(step.get('eta_s'))}",
     ]
     return "  ".join(parts)
-
-
-def ktok(step: dict[str, Any]) -> str:
-    """Return thousands of tokens a second."""
-    rate = step.get("tokens_per_s")
-    return figure(rate / 1000 if isinstance(rate, int | float) else None, ".2f")
 
 
 def event_text(event: dict[str, Any]) -> str:

@@ -42,6 +42,12 @@ def progress(step: dict[str, Any] | None, record: dict[str, Any] | None = None) 
     return str(last) if total is None else f"{last}/{total}"
 
 
+def ktok(step: dict[str, Any]) -> str:
+    """Return thousands of tokens a second of a step event."""
+    rate = step.get("tokens_per_s")
+    return figure(rate / 1000 if isinstance(rate, int | float) else None, ".2f")
+
+
 def status_table(runs: Sequence[RunStatus]) -> str:
     """Return one line a run."""
     headers = ("PLACE", "TAG", "STATE", "STEP", "LOSS", "Ktok/s", "ETA", "EVENT", "CHECKPOINT")
@@ -58,7 +64,7 @@ def status_lines(run: RunStatus) -> str:
         ("state", outcome(run.state, run.exit)),
         ("step", progress(run.step, run.exit)),
         ("loss", figure(step.get("loss"), ".4f")),
-        ("speed", f"{_ktok(step)} Ktok/s"),
+        ("speed", f"{ktok(step)} Ktok/s"),
         ("last event", _ago(run.last_event_age_s)),
         ("last log line", _ago(run.log_age_s)),
         ("last checkpoint", run.last_checkpoint or record.get("last_checkpoint") or "none"),
@@ -103,12 +109,7 @@ def _figures(run: RunStatus) -> tuple[str, str, str, str, str]:
     step = run.step or {}
     eta = duration(step.get("eta_s")) if run.state == "running" else "-"
     loss = figure(step.get("loss"), ".4f")
-    return progress(run.step, run.exit), loss, _ktok(step), eta, _ago(run.last_event_age_s)
-
-
-def _ktok(step: dict[str, Any]) -> str:
-    rate = step.get("tokens_per_s")
-    return figure(rate / 1000 if isinstance(rate, int | float) else None, ".2f")
+    return progress(run.step, run.exit), loss, ktok(step), eta, _ago(run.last_event_age_s)
 
 
 def _ago(seconds: float | None) -> str:

@@ -8,7 +8,7 @@
 import os
 from pathlib import Path
 
-from trainer.contract.errors import ContractError
+from trainer.contract.errors import ContractError, ManifestError
 from trainer.contract.layout import check_tag
 from trainer.contract.manifest import Manifest
 
@@ -71,9 +71,7 @@ class RunStore:
     def place_of(self, tag: str) -> str | None:
         """Return "host/vmid" (or "host/self") of ``tag`` as hosts.yaml names it, or None."""
         manifest = self.manifest(tag) or self.intent(tag)
-        if manifest is None:
-            return None
-        return f"{manifest.host}/{'self' if manifest.vmid is None else manifest.vmid}"
+        return None if manifest is None else manifest.place
 
     def tags(self) -> list[str]:
         """Return the tags with a record, oldest first."""
@@ -90,7 +88,10 @@ class RunStore:
     @staticmethod
     def _read(path: Path) -> Manifest | None:
         try:
-            text = path.read_text()
+            return Manifest.from_json(path.read_text())
         except FileNotFoundError:
             return None
-        return Manifest.from_json(text)
+        except ValueError as error:  # ManifestError, or bytes that are no UTF-8
+            raise ManifestError(
+                f"the record {path} is damaged ({error}); move it away and say --limit HOST/VMID"
+            ) from error

@@ -61,7 +61,7 @@ def _row_of_record(
         manifest = Manifest.from_json((store.root / tag / "manifest.json").read_text())
     except (ContractError, OSError, UnicodeDecodeError):
         return RunRow(tag, "", "unreadable", None, here, None)
-    place = f"{manifest.host}/{'self' if manifest.vmid is None else manifest.vmid}"
+    place = manifest.place
     run = remote.get((place, tag))
     if run is not None and run.run_id == manifest.run_id:
         del remote[place, tag]

@@ -1,6 +1,7 @@
 """manifest.json: whole or refused."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,7 +36,6 @@ def _manifest() -> Manifest:
         config={"seed": 0},
         seed=0,
         argv=("dflashctl", "launch"),
-        checks_skipped=("gpu",),
     )
 
 
@@ -61,10 +61,9 @@ def test_unknown_keys_are_skipped_at_both_levels() -> None:
     assert Manifest.from_json(json.dumps(raw)) == _manifest()
 
 
-def test_checks_skipped_may_be_left_out() -> None:
-    raw = json.loads(_manifest().to_json())
-    del raw["checks_skipped"]
-    assert Manifest.from_json(json.dumps(raw)).checks_skipped == ()
+def test_place_is_named_as_in_hosts_yaml() -> None:
+    assert _manifest().place == "kpro6/200"
+    assert replace(_manifest(), vmid=None).place == "kpro6/self"
 
 
 @pytest.mark.parametrize(

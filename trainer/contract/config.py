@@ -181,11 +181,11 @@ class TrainConfig:
         return config
 
 
-def with_override(raw: dict[str, Any], assignment: str, value: Any) -> dict[str, Any]:
-    """Return a copy of ``raw`` with the dotted key ``assignment`` set; raises ConfigError."""
-    head, _, rest = assignment.partition(".")
-    if not head or (rest == "" and assignment.endswith(".")):
-        raise ConfigError(f"{assignment!r} is not a dotted key such as optim.lr")
+def with_override(raw: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
+    """Return a copy of ``raw`` with the dotted ``key`` set; raises ConfigError."""
+    head, _, rest = key.partition(".")
+    if not head or (rest == "" and key.endswith(".")):
+        raise ConfigError(f"{key!r} is not a dotted key such as optim.lr")
     copy = dict(raw)
     if not rest:
         copy[head] = value

@@ -26,6 +26,8 @@ STEP_KEYS = (
     "loss",
     "lr",
     "grad_norm",
+    "slot_accuracy",
+    "expected_accepted",
     "tokens_total",
     "anchors_total",
     "tokens_per_s",

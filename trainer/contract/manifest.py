@@ -49,8 +49,12 @@ class Manifest:
     config: dict[str, Any]
     seed: int
     argv: tuple[str, ...]
-    checks_skipped: tuple[str, ...] = ()
     v: int = VERSION
+
+    @property
+    def place(self) -> str:
+        """Where it runs, as hosts.yaml names it: ``kpro6/200``, or ``kpro6/self``."""
+        return f"{self.host}/{'self' if self.vmid is None else self.vmid}"
 
     def devices(self, role: str) -> list[Gpu]:
         """Return the GPUs of ``role`` in the order of hosts.yaml."""
@@ -76,8 +80,7 @@ class Manifest:
             raise ManifestError(
                 f"manifest.json has version {raw['v']}, this reader knows {VERSION}"
             )
-        required = {f.name for f in fields(cls)} - {"checks_skipped"}
-        missing = sorted(required - raw.keys())
+        missing = sorted({f.name for f in fields(cls)} - raw.keys())
         if missing:
             raise ManifestError(f"manifest.json lacks {', '.join(missing)}")
         known = {f.name: raw[f.name] for f in fields(cls) if f.name in raw}
@@ -91,7 +94,6 @@ class Manifest:
         except (KeyError, TypeError) as error:
             raise ManifestError(f"manifest.json: a GPU lacks {error}") from error
         known["argv"] = tuple(known["argv"])
-        known["checks_skipped"] = tuple(known.get("checks_skipped", ()))
         return cls(**known)
 
 
@@ -100,7 +102,7 @@ _KINDS: dict[str, type] = {
     **dict.fromkeys(("run_id", "tag", "release", "host", "python", "workspace"), str),
     **dict.fromkeys(("log_path", "cache_dir", "target_revision", "dataset_sha256"), str),
     **dict.fromkeys(("packages", "config"), dict),
-    **dict.fromkeys(("gpus", "argv", "checks_skipped"), list),
+    **dict.fromkeys(("gpus", "argv"), list),
     "seed": int,
 }
 

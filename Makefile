@@ -1,6 +1,7 @@
 # make demo   set everything up and run the whole road on this machine
 # make test   set everything up and pass the tests
 # make check  lint, types, layers and tests: what a change must pass
+# make coverage  the tests once more, measured, against the floor of each package
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
 
@@ -9,7 +10,7 @@ PY := $(VENV)/bin/python
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo test lint types layers check build clean
+.PHONY: help setup demo test lint types layers check coverage build clean
 
 help:
 	@sed -n 's/^# make //p' Makefile
@@ -38,6 +39,15 @@ layers: $(VENV)/.ready
 	$(VENV)/bin/lint-imports
 
 check: lint types layers test
+
+# Measuring makes processes slower: the CPU time of --help is not asked for, a test may take longer.
+coverage: setup
+	$(PY) -m coverage erase
+	$(PY) -m coverage run -m pytest --timeout 120 -k "not costs_at_most" $(PYTEST_ARGS)
+	$(PY) -m coverage combine -q
+	$(PY) -m coverage report --include 'trainer/contract/*' --fail-under 100
+	$(PY) -m coverage report --include 'dflashctl/*' --fail-under 95
+	$(PY) -m coverage report --include 'trainer/*' --omit 'trainer/contract/*' --fail-under 85
 
 build: $(VENV)/.ready
 	$(PY) -m build --no-isolation --wheel --outdir dist .

@@ -2,7 +2,7 @@
 
 Each "host" is a set of namespaces over a read-only view of this machine, with a real OpenSSH
 server, real LXC containers and stand-ins for ``pct`` and ``nvidia-smi``. Faults can be switched on.
-Run: ``python -m dflashctl.lab up``. What it is and is not: docs/lab.md.
+Run: ``dflashctl lab up``. What it is and is not: docs/lab.md.
 
 Modules, from the bottom: ``kernel`` (mount and friends), ``spec`` (what a site consists of),
 ``interpreter`` (what a Python needs to be visible), ``requirements``; ``state`` (what a state

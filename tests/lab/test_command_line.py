@@ -1,4 +1,4 @@
-"""python -m dflashctl.lab: every verb, as it is typed."""
+"""dflashctl lab: every verb, as it is typed."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dflashctl.lab.__main__ import main
+from dflashctl.cli import main
 from dflashctl.lab.site import Lab
 
 Run = Callable[..., tuple[int, str, str]]
@@ -21,10 +21,10 @@ def arguments(*argv: str | Path) -> list[str]:
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """run(*argv) -> exit status, stdout, stderr."""
+    """run(state, *argv) -> exit status, stdout, stderr of ``dflashctl lab ARGV``."""
 
-    def command(*argv: str | Path) -> tuple[int, str, str]:
-        status = main(arguments(*argv))
+    def command(state: Path, *argv: str | Path) -> tuple[int, str, str]:
+        status = main(arguments("lab", *argv, "--state", state))
         return status, *capsys.readouterr()
 
     return command
@@ -41,24 +41,24 @@ def state(lab_site: Lab) -> Iterator[Path]:
 
 @pytest.mark.lab
 def test_up_status_hosts_fault_and_down(run: Run, state: Path) -> None:
-    up = run("--state", state, "up", "--workspace", "100m", "--python", sys.executable)
+    up = run(state, "up", "--workspace", "100m", "--python", sys.executable)
     assert up[0] == 0
-    assert up[1].startswith("up in ")
+    assert up[1].startswith("up: kpro6, kpro7\nnext:\n")
     assert f"ssh -F {state}/ssh_config kpro6 pct list" in up[1]
-    status = run("--state", state, "status")[1].splitlines()
+    status = run(state, "status")[1].splitlines()
     assert status[0] == "up"
-    assert "containers 200 running, 201 stopped; faults none" in status[1]
-    assert "identity_file" in run("--state", state, "hosts")[1]
-    assert run("--state", state, "fault", "kpro6", "banner", "hi") == (0, "", "")
-    assert "faults banner hi" in run("--state", state, "status")[1]
-    assert run("--state", state, "down") == (0, "", "")
-    assert run("--state", state, "status") == (0, "down\n", "")
+    assert status[1].endswith("containers: 200 running, 201 stopped  faults: none")
+    assert "identity_file" in run(state, "hosts")[1]
+    assert run(state, "fault", "kpro6", "banner", "hi") == (0, "", "")
+    assert "faults: banner hi" in run(state, "status")[1]
+    assert run(state, "down") == (0, "down\n", "")
+    assert run(state, "status") == (0, "down\n", "")
 
 
 @pytest.mark.lab
 def test_run_has_the_terminal_and_the_exit_status_of_its_command(lab_site: Lab) -> None:
     ssh = ["ssh", "-F", lab_site.lan_ssh_config, "kpro7", "cat; exit 3"]
-    argv = arguments("-m", "dflashctl.lab", "--state", lab_site.state, "run", "--", *ssh)
+    argv = arguments("-m", "dflashctl", "lab", "run", "--state", lab_site.state, "--", *ssh)
     command = [sys.executable, *argv]
     done = subprocess.run(
         command, cwd=ROOT, input=b"typed", capture_output=True, check=False, timeout=25
@@ -70,10 +70,10 @@ def test_run_has_the_terminal_and_the_exit_status_of_its_command(lab_site: Lab) 
 def test_a_site_file_is_read_and_its_errors_name_it(run: Run, state: Path, tmp_path: Path) -> None:
     site = tmp_path / "site.json"
     site.write_text('{"hosts": {"one": {"ip": "10.1.2.9"}}}')
-    assert run("--state", state, "up", "--site", site, "--expose", tmp_path)[0] == 0
-    assert "one: 127.0.0.1:" in run("--state", state, "status")[1]
+    assert run(state, "up", "--site", site, "--expose", tmp_path)[0] == 0
+    assert "one  127.0.0.1:" in run(state, "status")[1]
     site.write_text('{"hosts": {"one": {"ip": "10.1.2.9", "gpu": 1}}}')
-    status, _, error = run("--state", state, "up", "--site", site)
+    status, _, error = run(state, "up", "--site", site)
     assert status == 1
     assert error.startswith(f"error[lab]: {site}: hosts.one: unknown key 'gpu'")
 
@@ -81,14 +81,8 @@ def test_a_site_file_is_read_and_its_errors_name_it(run: Run, state: Path, tmp_p
 def test_an_error_is_one_line_and_the_next_command_never_a_traceback(
     run: Run, tmp_path: Path
 ) -> None:
-    assert run("--state", tmp_path, "fault", "kpro6", "latency", "0,1") == (
+    assert run(tmp_path, "fault", "kpro6", "latency", "0,1") == (
         1,
         "",
-        f"error[lab]: there is no lab in {tmp_path}\n  next: dflashctl lab up --state {tmp_path}\n",
+        f"error[lab]: there is no lab in {tmp_path}\n  hint: dflashctl lab up --state {tmp_path}\n",
     )
-
-
-def test_the_help_of_fault_lists_the_faults(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["fault", "--help"])
-    assert "disk_full VMID" in capsys.readouterr().out

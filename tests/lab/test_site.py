@@ -130,13 +130,14 @@ def test_up_after_an_unclean_end_works_and_removes_the_old_cgroups(second: Lab) 
     assert cgroups_of(old) == []
 
 
-@pytest.mark.parametrize("after_s", [0.05, 0.1, 0.15, 0.2, 0.25, 0.3])
+@pytest.mark.parametrize("after_s", [0.0, 0.02, 0.05, 0.1, 0.15, 0.25])
 def test_up_killed_half_way_leaves_what_down_and_the_next_up_can_clear(
     second: Lab, after_s: float
 ) -> None:
-    argv = [sys.executable, "-m", "dflashctl.lab", "--state", str(second.state), "up"]
+    argv = [sys.executable, "-m", "dflashctl", "lab", "up", "--state", str(second.state)]
     null = subprocess.DEVNULL
     with subprocess.Popen(argv, cwd=ROOT, stdout=null, stderr=null) as up:
+        wait_until(second.state.exists)
         time.sleep(after_s)
         up.kill()
     second.down()
@@ -146,7 +147,7 @@ def test_up_killed_half_way_leaves_what_down_and_the_next_up_can_clear(
 
 
 def test_down_also_ends_a_lab_that_is_just_starting(second: Lab) -> None:
-    argv = [sys.executable, "-m", "dflashctl.lab", "--state", str(second.state), "up"]
+    argv = [sys.executable, "-m", "dflashctl", "lab", "up", "--state", str(second.state)]
     with subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as up:
         wait_until((second.state / "pids.json").exists)
         second.down()
@@ -157,7 +158,7 @@ def test_down_also_ends_a_lab_that_is_just_starting(second: Lab) -> None:
 
 
 def test_of_two_who_bring_the_same_lab_up_at_once_one_is_refused(second: Lab) -> None:
-    argv = [sys.executable, "-m", "dflashctl.lab", "--state", str(second.state), "up"]
+    argv = [sys.executable, "-m", "dflashctl", "lab", "up", "--state", str(second.state)]
     both = [
         subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         for _ in range(2)

@@ -1,8 +1,11 @@
 """attach: the run's own terminal, on the user's."""
 
+import shlex
+
 from dflashctl.errors import DflashctlError
 from dflashctl.remote_run import tmux_socket
-from dflashctl.transport.base import Transport
+from dflashctl.transport import run_script
+from dflashctl.transport.base import Script, Transport
 from trainer.contract.layout import RunLayout
 
 
@@ -11,9 +14,13 @@ def attach(transport: Transport, layout: RunLayout) -> int:
 
     Raises: DflashctlError when there is no session (the run has ended, or it runs without tmux).
     """
-    socket = tmux_socket(layout)
-    argv = ["tmux", "-S", socket, "attach-session", "-t", f"={layout.tag}"]
-    status = transport.interactive(argv)
+    tmux = ["tmux", "-S", tmux_socket(layout)]
+    session = ["-t", f"={layout.tag}"]
+    # Asked first: attach-session may end with 0 although there is nothing to attach to.
+    script = Script(shlex.join([*tmux, "has-session", *session]), what="has-session")
+    status = run_script(transport, script).rc
+    if status == 0:
+        status = transport.interactive([*tmux, "attach-session", *session])
     if status != 0:
         raise DflashctlError(
             f"no tmux session {layout.tag} to attach to (exit status {status})",

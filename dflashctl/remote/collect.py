@@ -106,8 +106,8 @@ def main() -> None:
     if not root.is_dir():
         sys.exit(f"there is no run directory {root}")
     try:
-        pinned = json.loads((root / "manifest.json").read_bytes()).get("log_path")
-    except (OSError, ValueError):
+        pinned = json.loads((root / "manifest.json").read_bytes())["log_path"]
+    except (OSError, ValueError, KeyError, TypeError):
         pinned = None
     files: dict[str, dict[str, Any]] = {}
     with tarfile.open(fileobj=sys.stdout.buffer, mode="w|", format=tarfile.PAX_FORMAT) as archive:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 REFUSED = 75  # EX_TEMPFAIL: the lock is held
+NO_RUN = 66  # EX_NOINPUT: there is no manifest.json
 
 
 def write_by_rename(path: Path, text: str, mode: int) -> None:
@@ -49,6 +50,9 @@ def main(arguments: dict[str, Any]) -> int:
     if arguments["lock"] and not hold(Path(arguments["lock"])):
         print(f"another command holds {arguments['lock']}", file=sys.stderr)
         return REFUSED
+    if not (run_dir / "manifest.json").exists():
+        print(f"there is no run directory {run_dir}", file=sys.stderr)
+        return NO_RUN
     return become(run_dir, arguments["argv"])
 
 
@@ -68,6 +72,6 @@ def become(run_dir: Path, command: list[str]) -> NoReturn:
 if __name__ == "__main__":
     try:
         sys.exit(main(json.loads(sys.argv[1])))
-    except (OSError, ValueError, KeyError) as problem:
+    except (OSError, ValueError, KeyError, TypeError) as problem:
         print(f"cannot enter the run: {problem!r}", file=sys.stderr)
         sys.exit(1)

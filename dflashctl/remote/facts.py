@@ -166,9 +166,10 @@ def release_digest(release: Path) -> str:
     lines = []
     for path in sorted(p for p in release.rglob("*") if p.is_file()):
         if "__pycache__" not in path.parts:
-            sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
-            mode = path.stat().st_mode & 0o777
-            lines.append((path.relative_to(release).as_posix(), f"{mode:o}", sha256))
+            data = path.read_bytes()
+            mode = "755" if data.startswith(b"#!") else "644"  # as the bundle gives it
+            name = path.relative_to(release).as_posix()
+            lines.append((name, mode, hashlib.sha256(data).hexdigest()))
     listing = "".join("\0".join(line) + "\n" for line in sorted(lines))
     return hashlib.sha256(listing.encode()).hexdigest()
 

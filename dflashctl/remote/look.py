@@ -26,7 +26,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 def alive(process: dict[str, Any] | None) -> bool:
     """Say whether the trainer of process.json lives: same pid, start ticks and boot."""
-    if process is None:
+    if process is None or not {"trainer_pid", "trainer_start_ticks", "boot_id"} <= set(process):
         return False
     try:
         text = Path(f"/proc/{process['trainer_pid']}/stat").read_text()

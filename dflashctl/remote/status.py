@@ -9,6 +9,7 @@ left no exit.json); starting and never-started (no process.json). Ages are measu
 machine's clock, because the reader's may differ.
 """
 
+import fcntl
 import json
 import os
 import sys
@@ -51,6 +52,18 @@ def is_alive(process: dict[str, Any]) -> bool:
     return False
 
 
+def locked(path: Path) -> bool:
+    """Tell whether a living runner or trainer holds the run's lock."""
+    try:
+        with path.open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def last_events(path: Path) -> dict[str, dict[str, Any]]:
     """Return the last event of each kind near the end of metrics.jsonl; ``""`` is the very last."""
     try:
@@ -85,6 +98,9 @@ def state_of(root: Path, manifest_age_s: float) -> tuple[str, dict[str, Any] | N
         return str(record.get("state", "failed")), record
     if alive:
         return "running", None
+    says_who = process is not None and {"runner_pid", "trainer_pid"} <= set(process)
+    if not says_who and locked(root / "run.lock"):
+        return "running", None  # process.json is damaged, or just being written
     if process is not None:
         return "lost", None
     return ("starting" if manifest_age_s < START_WITHIN_S else "never-started"), None
@@ -100,9 +116,9 @@ def age_s(path: Path, now: float) -> float | None:
 
 def look(root: Path, now: float) -> dict[str, Any] | None:
     """Describe the run in ``root``; None when there is no run."""
-    manifest = read_json(root / "manifest.json")
-    if manifest is None:
+    if not (root / "manifest.json").exists():
         return None
+    manifest = read_json(root / "manifest.json") or {}  # damaged: the run is there all the same
     state, record = state_of(root, age_s(root / "manifest.json", now) or 0.0)
     events = last_events(root / "metrics.jsonl")
     newest = events.get("", {}).get("t_unix_s")

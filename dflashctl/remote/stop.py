@@ -45,7 +45,7 @@ def lock_holders(path: Path) -> list[int]:
     for directory in Path("/proc").glob("[0-9]*/fd"):
         pid = int(directory.parent.name)
         try:
-            held = any(os.readlink(link) == str(path.resolve()) for link in directory.iterdir())
+            held = any(link.readlink() == path.resolve() for link in directory.iterdir())
         except OSError:  # it ended, or is not ours to look at
             continue
         if held and pid != os.getpid():

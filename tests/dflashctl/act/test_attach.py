@@ -58,3 +58,9 @@ def test_attach_to_a_run_that_ended_says_where_to_look(project: Project) -> None
     assert code == 1
     assert re.search(rb"error\[no-session\].*no tmux session x", seen)
     assert b"dflashctl logs x" in seen
+
+
+def test_attach_to_a_run_that_never_was_says_so(project: Project) -> None:
+    done = project.run("attach", "x")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error[no-session]: here/self: no tmux session x")

@@ -350,7 +350,7 @@ pull(PullRequest(place, "fresh7", ("logs", "metrics", "export"), Path({str(targe
 def test_a_collect_program_that_breaks_is_an_error_with_its_words(
     full_run: Any, here: Place, tmp_path: Path
 ) -> None:
-    (full_run.root / "manifest.json").write_text('["no object"]')
+    (full_run.root / "manifest.json").write_text('{"log_path": 5}')
     with pytest.raises(DflashctlError, match="collecting the files failed") as caught:
         bring(here, tmp_path / "fresh7")
     assert "AttributeError" in caught.value.hint

@@ -31,8 +31,9 @@ class _Origins:
         """Return the contract's complaint with the place that it is about."""
         text = str(problem)
         key = re.split(r"[:\[]", text, maxsplit=1)[0].strip()
-        if key in self.assignments:
-            return ConfigurationError(text, place=f"--set {self.assignments[key]}")
+        for assigned, whole in reversed(self.assignments.items()):
+            if assigned == key or (assigned.startswith(f"{key}.") and key not in self.values):
+                return ConfigurationError(text, place=f"--set {whole}")
         while key and key not in self.values:
             key = key.rpartition(".")[0]
         if key:

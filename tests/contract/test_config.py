@@ -82,9 +82,10 @@ def test_value_of_the_wrong_kind_is_named_by_its_dotted_key(raw: dict[str, Any],
     assert str(info.value).startswith(told)
 
 
-def test_negative_seed_is_refused() -> None:
-    with pytest.raises(ConfigError, match="seed: expected at least 0, got -1"):
-        TrainConfig.from_dict(NEEDED | {"seed": -1})
+@pytest.mark.parametrize("seed", [-1, 1 << 63])
+def test_a_seed_that_torch_cannot_take_is_refused(seed: int) -> None:
+    with pytest.raises(ConfigError, match=r"seed: expected 0 to 2\*\*63 - 1, got "):
+        TrainConfig.from_dict(NEEDED | {"seed": seed})
 
 
 def test_configuration_that_is_no_mapping_is_refused() -> None:

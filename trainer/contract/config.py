@@ -248,7 +248,7 @@ def _check(config: TrainConfig) -> None:
         *_draft_rules(config.draft, config.loss),
         *_optim_rules(config.optim),
         *_run_rules(config.run, config.compile),
-        _at_least("seed", config.seed, 0),
+        (0 <= config.seed < 1 << 63, "seed", config.seed, "0 to 2**63 - 1"),
     ]
     for good, key, found, expected in rules:
         if not good:

@@ -125,7 +125,7 @@ def split_answer(sample: Sample) -> tuple[list[int], list[int]]:
 def _record(line: bytes) -> dict[str, Any]:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _BadRecordError(f"not JSON ({error})") from error
     messages = record.get("messages") if isinstance(record, dict) else None
     if not isinstance(messages, list) or not messages:
@@ -135,9 +135,19 @@ def _record(line: bytes) -> dict[str, Any]:
             isinstance(message.get(key), str) for key in ("role", "content")
         ):
             raise _BadRecordError(f'message {turn} has no text "role" and "content"')
+        for key in ("role", "content"):
+            _check_text(message[key], f"{key} of message {turn}")
     if all(message["role"] != "assistant" for message in messages):
         raise _BadRecordError("no assistant message")
     return dict(record)
+
+
+def _check_text(text: str, what: str) -> None:
+    """Refuse half a surrogate pair: JSON may hold one (a cut emoji), no tokenizer takes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise _BadRecordError(f"{what}: {error.reason}") from error
 
 
 def encode_chat(

@@ -74,6 +74,8 @@ def test_a_mistake_is_shown_at_its_line_and_column(
         ("optim.lr=fast", "expected float"),
         ("optim.lrr=3", "did you mean lr?"),
         ("optim.lr.x=3", "lr is a value, not a section"),
+        ("unknwon.x=3", "unknwon: unknown key"),
+        ("optim.betas.x=3", "optim.betas: expected a list"),
         ("draft.target_layer_ids=[1", "not YAML"),
     ],
 )

@@ -99,6 +99,23 @@ def test_bad_lines_are_counted_with_line_and_reason(tmp_path: Path, byte_tokeniz
     ]
 
 
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (chat("hi", "\ud83d cut emoji"), "content of message 1: surrogates not allowed"),
+        (chat("\udc00", "yes"), "content of message 0: surrogates not allowed"),
+        ("[" * 100_000, "not JSON (maximum recursion depth"),
+    ],
+)
+def test_a_line_that_json_admits_and_no_tokenizer_takes_is_a_bad_line(
+    tmp_path: Path, byte_tokenizer: Any, line: str, reason: str
+):
+    dataset = load(tmp_path, byte_tokenizer, line, chat("hi", "yes"))
+    assert len(dataset.samples) == 1
+    (told,) = dataset.bad_lines
+    assert str(told).startswith(f"line 1: {reason}")
+
+
 def test_template_that_refuses_a_chat_makes_a_bad_line(tmp_path: Path, byte_tokenizer: Any):
     byte_tokenizer.chat_template = (
         "{% if messages[0]['content'] == 'no' %}{{ raise_exception('not this') }}{% endif %}"

@@ -353,4 +353,4 @@ def test_a_collect_program_that_breaks_is_an_error_with_its_words(
     (full_run.root / "manifest.json").write_text('{"log_path": 5}')
     with pytest.raises(DflashctlError, match="collecting the files failed") as caught:
         bring(here, tmp_path / "fresh7")
-    assert "AttributeError" in caught.value.hint
+    assert "TypeError" in caught.value.hint

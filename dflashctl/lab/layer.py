@@ -5,12 +5,21 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-# What a host or container must not see of this machine. Below these, only what is exposed shows.
-HIDDEN = (
-    *("root", "home", "tmp", "work", "srv", "opt", "workspace", "mnt", "media", "run"),
+# What a host and a container share with this machine; of the rest only what is exposed shows.
+_SYSTEM = ("bin", "boot", "dev", "etc", "lib", "lib32", "lib64", "libx32", "proc", "sbin", "sys")
+_SYSTEM += ("usr", "var")
+# Hidden, and there in every host and container whether this machine has them or not.
+_EMPTY = (
+    *("root", "home", "tmp", "srv", "opt", "workspace", "mnt", "media", "run"),
     *("var/tmp", "var/lib/lxc", "etc/ssh"),
 )
 _MODES = {"tmp": 0o1777, "var/tmp": 0o1777, "root": 0o700}
+
+
+def hidden(root: Path = Path("/")) -> list[str]:
+    """Directories, relative to `root`, of which a host or container must see nothing."""
+    others = (p.name for p in root.iterdir() if p.is_dir() and not p.is_symlink())
+    return [*_EMPTY, *(name for name in sorted(others) if name not in (*_SYSTEM, *_EMPTY))]
 
 
 def is_hidden(path: str, mount_points: Iterable[str]) -> bool:
@@ -19,7 +28,7 @@ def is_hidden(path: str, mount_points: Iterable[str]) -> bool:
     It may lie in a directory that the lab hides, or on another file system, which overlayfs does
     not cross into. `mount_points` are those of this machine.
     """
-    tops = [*(f"/{name}" for name in HIDDEN), *(m for m in mount_points if m != "/")]
+    tops = [*(f"/{name}" for name in hidden()), *(m for m in mount_points if m != "/")]
     return any(path == top or path.startswith(top + "/") for top in tops)
 
 
@@ -33,7 +42,7 @@ def mount_points() -> list[str]:
 
 def hide(layer: Path) -> None:
     """Make the hidden directories empty in what will be seen through `layer`."""
-    for name in HIDDEN:
+    for name in hidden():
         directory = layer / name
         directory.mkdir(parents=True, exist_ok=True)
         # An opaque directory: overlayfs does not look below it.

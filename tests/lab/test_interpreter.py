@@ -9,7 +9,7 @@ import pytest
 from dflashctl.errors import LabError
 from dflashctl.lab.container import Container
 from dflashctl.lab.interpreter import outermost, python_paths
-from dflashctl.lab.layer import is_hidden, mount_points
+from dflashctl.lab.layer import hidden, is_hidden, mount_points
 from dflashctl.lab.requirements import missing_requirements
 from dflashctl.lab.spec import ContainerSpec, HostSpec, MountSpec, SiteSpec
 
@@ -76,3 +76,13 @@ def test_a_machine_that_runs_the_lab_lacks_nothing_and_another_names_packages() 
         shutil.which("lxc-start", path="/usr/bin:/bin:/usr/local/bin") is None
     )
     assert all(": apt-get install " in m or "sudo" in m or "modprobe" in m for m in missing)
+
+
+def test_of_the_top_of_a_machine_only_the_system_shows(tmp_path: Path) -> None:
+    for name in ("usr", "var", "home", "builds"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "bin").symlink_to("usr/bin")
+    found = hidden(tmp_path)
+    assert {"builds", "home", "workspace", "etc/ssh"} <= set(found)
+    assert found.count("home") == 1
+    assert {"usr", "var", "bin"}.isdisjoint(found)

@@ -6,8 +6,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 # What a host and a container share with this machine; of the rest only what is exposed shows.
-_SYSTEM = ("bin", "boot", "dev", "etc", "lib", "lib32", "lib64", "libx32", "proc", "sbin", "sys")
-_SYSTEM += ("usr", "var")
+_SYSTEM = (
+    *("bin", "boot", "dev", "etc", "lib", "lib32", "lib64", "libx32", "proc", "sbin", "sys"),
+    *("usr", "var"),
+)
 # Hidden, and there in every host and container whether this machine has them or not.
 _EMPTY = (
     *("root", "home", "tmp", "srv", "opt", "workspace", "mnt", "media", "run"),

@@ -7,7 +7,7 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -175,9 +175,22 @@ def _signal_after(run_dir: Path, step: int, signals: list[int]) -> threading.Thr
     return thread
 
 
+@pytest.fixture
+def own_handler() -> Iterator[Callable[..., None]]:
+    """A handler of SIGINT and SIGTERM that does nothing: a late signal must not end pytest."""
+
+    def ignore(_number: int, _frame: object) -> None:
+        return
+
+    old = {number: signal.signal(number, ignore) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield ignore
+    for number, handler in old.items():
+        signal.signal(number, handler)
+
+
 @pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGINT, signal.SIGINT]])
 def test_signals_stop_with_a_checkpoint_and_resume_ends_the_same(
-    make_run: MakeRun, signals: list[int]
+    make_run: MakeRun, own_handler: Callable[..., None], signals: list[int]
 ) -> None:
     steps: dict[str, Any] = {"max_steps": 300, "epochs": 500.0}
     straight = make_run("straight", optim=steps, run={"checkpoint_every_steps": 300})
@@ -186,7 +199,8 @@ def test_signals_stop_with_a_checkpoint_and_resume_ends_the_same(
     sender = _signal_after(run_dir, 5, signals)
     assert _train(run_dir) is TrainerExit.STOPPED
     sender.join()
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) is own_handler
+    assert signal.getsignal(signal.SIGINT) is own_handler
     (saved,) = _events(run_dir, "checkpoint")
     assert 5 <= saved["step"] < 300
     assert _events(run_dir, "finished")[-1]["state"] == "stopped"

@@ -1,6 +1,5 @@
 """Bytes to a place: releases and single files, as tar on stdin, verified over there."""
 
-import hashlib
 import io
 import json
 import os
@@ -14,6 +13,7 @@ from dflashctl.bundle import Bundle
 from dflashctl.errors import UsageError
 from dflashctl.program import Program, run_program
 from dflashctl.transport.base import Transport
+from trainer.contract.completion import digest_file
 
 _CHUNK_BYTES = 1 << 18
 _COMPARE_S = 600.0  # hashing tens of GB over there takes minutes
@@ -58,11 +58,9 @@ def collect(sources: Sequence[Path]) -> list[Outgoing]:
 
 
 def _outgoing(path: Path, name: str) -> Outgoing:
-    with path.open("rb") as stream:
-        sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
     status = path.stat()
     mode = 0o755 if status.st_mode & 0o100 else 0o644
-    return Outgoing(path, name, mode, sha256, status.st_size)
+    return Outgoing(path, name, mode, digest_file(path), status.st_size)
 
 
 def wanted(transport: Transport, outgoing: Sequence[Outgoing], directory: str) -> list[Outgoing]:

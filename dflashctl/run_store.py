@@ -5,31 +5,15 @@
 ``launch --tag TAG`` finds out whether that launch took place.
 """
 
-import os
 from pathlib import Path
 
+from trainer.contract.durable import write_by_rename
 from trainer.contract.errors import ContractError, ManifestError
 from trainer.contract.layout import check_tag
 from trainer.contract.manifest import Manifest
 
 _INTENT = "launching.json"
 _RECORD = "manifest.json"
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Write by temporary name, fsync and rename, so that ``path`` is old or new, never half."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(path)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
 
 
 class RunStore:
@@ -44,7 +28,7 @@ class RunStore:
 
     def intend(self, manifest: Manifest) -> None:
         """Note a launch that is about to be sent."""
-        write_file(self.directory(manifest.tag) / _INTENT, manifest.to_json().encode())
+        self._write(manifest, _INTENT)
 
     def intent(self, tag: str) -> Manifest | None:
         """Return the launch that was sent and never confirmed, or None."""
@@ -59,10 +43,9 @@ class RunStore:
 
     def record(self, manifest: Manifest) -> Path:
         """Write the record of a run that was launched; the intent ends with it."""
-        directory = self.directory(manifest.tag)
-        write_file(directory / _RECORD, manifest.to_json().encode())
-        (directory / _INTENT).unlink(missing_ok=True)
-        return directory / _RECORD
+        path = self._write(manifest, _RECORD)
+        path.with_name(_INTENT).unlink(missing_ok=True)
+        return path
 
     def manifest(self, tag: str) -> Manifest | None:
         """Return the record of ``tag``, or None; raises ManifestError when it is not readable."""
@@ -84,6 +67,12 @@ class RunStore:
             if manifest is not None:
                 found.append((manifest.created_unix_s, manifest.tag))
         return [tag for _, tag in sorted(found)]
+
+    def _write(self, manifest: Manifest, name: str) -> Path:
+        path = self.directory(manifest.tag) / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_by_rename(path, manifest.to_json().encode())
+        return path
 
     @staticmethod
     def _read(path: Path) -> Manifest | None:

@@ -7,7 +7,6 @@ or a ``.partial`` directory that the next save removes.
 """
 
 import json
-import os
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +24,7 @@ from trainer.contract.completion import (
     step_of,
     verify,
 )
+from trainer.contract.durable import sync
 from trainer.contract.errors import CompletionError
 from trainer.errors import CheckpointError
 
@@ -92,7 +92,7 @@ def save(root: Path, state: CheckpointState, *, keep: int) -> Path:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     partial.rename(final)
-    _sync(root)
+    sync(root)
     _rotate(root, keep)
     return final
 
@@ -108,7 +108,7 @@ def _fill(partial: Path, state: CheckpointState) -> None:
         # A copy without the flat storage behind it: safetensors refuses tensors that share one.
         own = {k: t.detach().to("cpu", copy=True) for k, t in tensors.items()}
         save_file(own, partial / name)
-        _sync(partial / name)
+        sync(partial / name)
     facts = {
         "v": VERSION,
         "step": state.step,
@@ -119,7 +119,7 @@ def _fill(partial: Path, state: CheckpointState) -> None:
     }
     _write(partial / _STATE, json.dumps(facts, indent=1, sort_keys=True) + "\n")
     _write(partial / COMPLETE, describe(partial, (_MASTERS, _OPTIMIZER, _EXTRAS, _STATE)))
-    _sync(partial)
+    sync(partial)
 
 
 def load(path: Path) -> CheckpointState:
@@ -177,12 +177,4 @@ def _rotate(root: Path, keep: int) -> None:
 
 def _write(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
-    _sync(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(path)

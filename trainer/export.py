@@ -5,7 +5,6 @@ and head stay with the target. The directory appears whole or not at all.
 """
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from trainer.contract.config import TargetConfig
+from trainer.contract.durable import sync
 from trainer.errors import CheckpointError
 from trainer.model.attention import Attention
 from trainer.model.draft import DraftConfig, DraftModel
@@ -129,7 +129,7 @@ def export_draft(draft: DraftModel, path: str | Path, target: TargetConfig | Non
     text = json.dumps(export_config(draft.config, target), indent=2) + "\n"
     (partial / CONFIG).write_text(text)
     for name in (WEIGHTS, CONFIG, "."):
-        _sync(partial / name)
+        sync(partial / name)
     _swap(partial, directory)
 
 
@@ -202,14 +202,6 @@ def _check_tensors(tensors: dict[str, Tensor], config: DraftConfig, where: str) 
         raise CheckpointError(f"{where}: {'; '.join(faults[:5])}")
 
 
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def _swap(new: Path, place: Path) -> None:
     """Put ``new`` at ``place``; a kill leaves the old export, the new one, or neither in part."""
     old = place.with_name(f".{place.name}.old")
@@ -217,5 +209,5 @@ def _swap(new: Path, place: Path) -> None:
     if place.exists():
         place.rename(old)
     new.rename(place)
-    _sync(place.parent)
+    sync(place.parent)
     shutil.rmtree(old, ignore_errors=True)

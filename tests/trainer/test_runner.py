@@ -1,5 +1,6 @@
 """The runner and the trainer it starts, as real processes, down to how they ended."""
 
+import fcntl
 import json
 import os
 import signal
@@ -255,6 +256,20 @@ def test_environment_file_reaches_the_trainer_and_must_be_text(
     _, stderr = runner.communicate(timeout=10)
     assert runner.returncode == 2
     assert b"environment.json must map names to text" in stderr
+
+
+def test_trainer_that_cannot_be_recorded_is_ended(
+    make_run: MakeRun, start: Callable[..., subprocess.Popen[bytes]]
+) -> None:
+    run_dir = make_run(**LONG)
+    (run_dir / "process.json").mkdir()  # what a full disk does to the file, done by other means
+    runner = start(run_dir)
+    runner.communicate(timeout=15)
+    (run_dir / "process.json").rmdir()
+    assert runner.returncode == 1
+    assert "cannot start the trainer" in (_exit(run_dir).error or "")
+    with (run_dir / "run.lock").open("rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody holds it: the trainer is gone
 
 
 def test_directory_without_a_manifest_is_refused_in_one_line(

@@ -29,6 +29,7 @@ from trainer.contract.exit_record import ExitRecord
 SILENCE_S = 15.0  # the program sends a beat every 2 s; no byte for this long is a dead link
 _MAX_HEADER_BYTES = 4096
 _MAX_PAYLOAD_BYTES = 1 << 20
+_AGAIN = "run the same command again; dflashctl status tells how the run stands"
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,9 @@ class RecordDecoder:
 
     def _foreign(self) -> StateUnknownError:
         start = bytes(self._rest[:80])
-        return StateUnknownError(f"the follow program answered something else: {start!r}")
+        return StateUnknownError(
+            f"the follow program answered something else: {start!r}", hint=_AGAIN
+        )
 
 
 class _File:
@@ -321,7 +324,7 @@ def read_once(connect: Callable[[], Transport], what: Follow, on_item: OnItem) -
     session = _Session(what, on_item, once=True)
     reason = _attempt(connect, session, down_s=0.0)
     if session.end is None:
-        raise UnreachableError(f"the log was cut short: {reason}")
+        raise UnreachableError(f"the log was cut short: {reason}", hint=_AGAIN)
     if session.end.header["why"] == "absent":
         raise _absent(what)
 
@@ -346,7 +349,9 @@ def _attempt(connect: Callable[[], Transport], session: _Session, *, down_s: flo
         raise session.failure
     if session.end is None and (not session.met or 0 < result.rc < 128):
         result.check(DflashctlError, "following the run failed", place=transport.place)
-        raise StateUnknownError("the follow program ended without a word", place=transport.place)
+        raise StateUnknownError(
+            "the follow program ended without a word", place=transport.place, hint=_AGAIN
+        )
     return f"the follow program ended (status {result.rc})"
 
 
@@ -359,7 +364,9 @@ def _ended(record: Record, what: Follow) -> Ended:
     try:
         exit_record = ExitRecord.from_json(record.payload.decode("utf-8", "replace"))
     except ContractError as error:
-        raise MismatchError(str(error), place=f"{what.root}/exit.json") from error
+        raise MismatchError(
+            str(error), place=f"{what.root}/exit.json", hint="install a newer dflashctl"
+        ) from error
     return Ended(exit_record.state, exit_record)
 
 

@@ -48,11 +48,18 @@ def collect(sources: Sequence[Path]) -> list[Outgoing]:
         elif top.is_file():
             paths = [top]
         else:
-            raise UsageError(f"{source}: no such file or directory")
+            raise UsageError(
+                f"{source}: no such file or directory",
+                hint=f"ls {source.parent}   (on this machine)",
+            )
         for path in paths:
             entry = _outgoing(path, path.relative_to(top.parent).as_posix())
             if entry.name in found:
-                raise UsageError(f"two sources give the name {entry.name}", place=str(path))
+                raise UsageError(
+                    f"two sources give the name {entry.name}",
+                    place=str(path),
+                    hint="push them one by one, to different directories",
+                )
             found[entry.name] = entry
     return list(found.values())
 

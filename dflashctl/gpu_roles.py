@@ -61,7 +61,10 @@ def uses_gpus(container: Container) -> bool:
         )
     on_cpu = [role == CPU for role in roles]
     if any(on_cpu) and not all(on_cpu):
-        raise ConfigurationError(f"{container.label} mixes cpu and GPUs in its roles")
+        raise ConfigurationError(
+            f"{container.label} mixes cpu and GPUs in its roles",
+            hint="gpus: {target: [0], drafter: [1]} in hosts.yaml, or [cpu] for each",
+        )
     return not any(on_cpu)
 
 

@@ -20,6 +20,10 @@ MANIFEST = "pull-manifest.json"
 MAX_FILES = 20_000
 _MAX_MANIFEST_BYTES = 64 << 20
 _CHUNK_BYTES = 1 << 20
+_SUSPECT = "nothing of it was kept; look at the container before you go on"
+_AGAIN = "run the same pull again; it brings only what is missing"
+_ROOM = "make room or choose another --runs-dir, then run the same pull again"
+_NEWER = "install a newer dflashctl"
 _NAME = re.compile(
     r"(?:(?:manifest|process|evaluation|exit|exit_\d+)\.json"
     r"|train_stdout_[A-Za-z][A-Za-z0-9_-]*\.log|runner_stderr\.log|metrics\.jsonl"
@@ -52,7 +56,7 @@ def check_name(name: str) -> str:
         raise MismatchError(
             f"the container sent a file under the name {name!r}, which no run has",
             code="hostile-archive",
-            hint="nothing of it was kept; look at the container before you go on",
+            hint=_SUSPECT,
         )
     return name
 
@@ -70,7 +74,11 @@ def unpack(
         with tarfile.open(fileobj=stream, mode="r|") as archive:
             for member in archive:
                 if received.manifest is not None:
-                    raise MismatchError(f"{member.name!r} follows the manifest")
+                    raise MismatchError(
+                        f"{member.name!r} follows the manifest",
+                        code="hostile-archive",
+                        hint=_SUSPECT,
+                    )
                 if member.isdir():
                     continue
                 source = _open(archive, member)
@@ -80,17 +88,21 @@ def unpack(
                 name = _admit(member, received, max_bytes)
                 received.files[name] = _write(source, staging, name, on_bytes)
     except (tarfile.TarError, EOFError) as error:
-        raise MismatchError(f"the archive is damaged: {error}", code="bad-archive") from error
+        raise MismatchError(
+            f"the archive is damaged: {error}", code="bad-archive", hint=_AGAIN
+        ) from error
     return received
 
 
 def _open(archive: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
     """Return the content of a regular file; anything else is refused."""
     if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or member.issparse():
-        raise MismatchError(f"{member.name!r} is not a regular file", code="hostile-archive")
+        raise MismatchError(
+            f"{member.name!r} is not a regular file", code="hostile-archive", hint=_SUSPECT
+        )
     source = archive.extractfile(member)
     if source is None:
-        raise MismatchError(f"{member.name!r} has no content", code="bad-archive")
+        raise MismatchError(f"{member.name!r} has no content", code="bad-archive", hint=_AGAIN)
     return source
 
 
@@ -98,7 +110,9 @@ def _admit(member: tarfile.TarInfo, received: Received, max_bytes: int) -> str:
     """Return the name of a member that may be written."""
     name = check_name(member.name)
     if name in received.files or len(received.files) >= MAX_FILES:
-        raise MismatchError(f"{name} came twice, or too many files", code="hostile-archive")
+        raise MismatchError(
+            f"{name} came twice, or too many files", code="hostile-archive", hint=_SUSPECT
+        )
     total_bytes = member.size + sum(fact.size_bytes for fact in received.files.values())
     if total_bytes > max_bytes:
         raise RefusedError(
@@ -125,13 +139,15 @@ def _write(source: IO[bytes], staging: Path, name: str, on_bytes: Callable[[int]
             target.flush()
             os.fsync(target.fileno())
     except OSError as error:  # the disk is full, or the directory not ours
-        raise DflashctlError(f"cannot write {path}: {error.strerror}", code="no-room") from error
+        raise DflashctlError(
+            f"cannot write {path}: {error.strerror}", code="no-room", hint=_ROOM
+        ) from error
     return Fact(num_bytes, digest.hexdigest())
 
 
 def _read_manifest(source: IO[bytes], size: int) -> dict[str, dict[str, Any]]:
     if size > _MAX_MANIFEST_BYTES:
-        raise MismatchError("the manifest is too large", code="hostile-archive")
+        raise MismatchError("the manifest is too large", code="hostile-archive", hint=_SUSPECT)
     try:
         raw = json.loads(source.read())
         facts = {
@@ -144,9 +160,13 @@ def _read_manifest(source: IO[bytes], size: int) -> dict[str, dict[str, Any]]:
             for name, fact in raw["files"].items()
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise MismatchError(f"the manifest is not readable: {error}", code="bad-archive") from error
+        raise MismatchError(
+            f"the manifest is not readable: {error}", code="bad-archive", hint=_AGAIN
+        ) from error
     if raw.get("v") != 1:
-        raise MismatchError(f"the manifest has version {raw.get('v')}, this reader knows 1")
+        raise MismatchError(
+            f"the manifest has version {raw.get('v')}, this reader knows 1", hint=_NEWER
+        )
     return facts
 
 
@@ -157,7 +177,9 @@ def problems(received: Received, had: dict[str, Fact]) -> dict[str, str]:
     """
     manifest = received.manifest
     if manifest is None:
-        raise MismatchError("the archive ended before its manifest", code="bad-archive")
+        raise MismatchError(
+            "the archive ended before its manifest", code="bad-archive", hint=_AGAIN
+        )
     found: dict[str, str] = {}
     for name, told in manifest.items():
         have = received.files.get(name) if told["sent"] else had.get(name)

@@ -82,7 +82,9 @@ def _file(path: Path, origins: _Origins) -> dict[str, Any]:
         data = path.read_bytes()
     except OSError as error:
         raise ConfigurationError(
-            f"cannot read the training configuration: {error.strerror}", place=str(path)
+            f"cannot read the training configuration: {error.strerror}",
+            place=str(path),
+            hint="--train FILE names another",
         ) from error
     root = read_document(data, str(path))
     root.entries()  # raises with the place when this is no mapping

@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -71,7 +71,7 @@ def deploy(
     results, failures = [], []
     for place in places:
         try:
-            with _closing(options.connect(place)) as transport:
+            with closing(options.connect(place)) as transport:
                 result = run(transport, place, request, _to_stderr)
         except DflashctlError as error:
             if len(places) == 1:
@@ -104,7 +104,7 @@ def push(
             "expected one or more local paths and the remote directory",
             hint="dflashctl push chats.jsonl /workspace/data",
         )
-    with _closing(options.connect(options.place())) as transport:
+    with closing(options.connect(options.place())) as transport:
         result = run(transport, paths[:-1], str(paths[-1]), dry_run=dry_run)
     _show(options, result, push_text(result))
     _tell_trips(options, result.round_trips)
@@ -192,7 +192,10 @@ def launch(
     options = current(ctx)
     if resume is not None:
         if tag or train or sets:
-            raise UsageError("--resume takes the run's own settings: no --tag, --train or --set")
+            raise UsageError(
+                "--resume takes the run's own settings: no --tag, --train or --set",
+                hint=f"dflashctl launch --resume {resume}",
+            )
         result = _resume(options, resume, wait)
     else:
         result = _launch(options, tag, train, sets, wait)
@@ -294,7 +297,7 @@ def export(ctx: typer.Context, tag: Tag) -> None:
     options = current(ctx)
     place = options.place_of(tag)
     layout = Workspace.at(place.container.workspace).run(tag)
-    with _closing(options.connect(place)) as transport:
+    with closing(options.connect(place)) as transport:
         result = run(transport, layout, _to_stderr)
     text = f"{place.label}  {tag} exported to {result.directory}\n  next: dflashctl pull {tag}\n"
     _show(options, result, text)
@@ -308,7 +311,7 @@ def attach(ctx: typer.Context, tag: Tag) -> None:
     options = current(ctx)
     place = options.place_of(tag)
     layout = Workspace.at(place.container.workspace).run(tag)
-    with _closing(options.connect(place)) as transport:
+    with closing(options.connect(place)) as transport:
         run(transport, layout)
 
 
@@ -362,24 +365,16 @@ def _end_with(failures: "list[DflashctlError]", num_asked: int, *, quiet: bool) 
 
 
 @contextmanager
-def _closing(transport: Any) -> Iterator[Any]:
-    try:
-        yield transport
-    finally:
-        transport.close()
-
-
-@contextmanager
 def _ways(options: Options, place: "Place") -> "Iterator[Ways]":
     """Open the way into the container, and the way to its node."""
     from dflashctl.gpu_roles import Ways
     from dflashctl.transport import connect_host
 
-    with _closing(options.connect(place)) as inside:
+    with closing(options.connect(place)) as inside:
         if place.container.vmid is None:
             yield Ways(place, inside, inside)
             return
-        with _closing(connect_host(place.host, accept_new=options.accept_new)) as node:
+        with closing(connect_host(place.host, accept_new=options.accept_new)) as node:
             yield Ways(place, inside, node)
 
 

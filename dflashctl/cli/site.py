@@ -152,7 +152,10 @@ def demo(
     from dflashctl.errors import UsageError
 
     if backend not in ("auto", "lab", "local"):
-        raise UsageError(f"--backend {backend}: expected auto, lab or local")
+        raise UsageError(
+            f"--backend {backend}: expected auto, lab or local",
+            hint="dflashctl demo --backend local",
+        )
     runs_dir = current(ctx).runs_dir or Path("runs")
     options = DemoOptions(
         state=state,

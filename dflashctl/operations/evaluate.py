@@ -54,7 +54,11 @@ def evaluate(
     run_trainer(ways.inside, command, on_output)
     data = read_remote_file(ways.inside, str(layout.evaluation))
     if data is None:
-        raise DflashctlError("the trainer wrote no evaluation.json", place=ways.place.label)
+        raise DflashctlError(
+            "the trainer wrote no evaluation.json",
+            place=ways.place.label,
+            hint=f"dflashctl status {request.tag}; then the same command again",
+        )
     return EvaluateResult(request.tag, json.loads(data), ways.round_trips)
 
 
@@ -69,4 +73,7 @@ def _prompt_path(transport: Transport, layout: RunLayout, name: str) -> str:
         return posixpath.join(directory, local.name)
     if name.startswith("/"):
         return name
-    raise UsageError(f"{name}: no such file here, and no absolute path in the container")
+    raise UsageError(
+        f"{name}: no such file here, and no absolute path in the container",
+        hint="--prompts FILE of this machine, or /workspace/... of the container",
+    )

@@ -21,6 +21,9 @@ def init(path: Path) -> InitResult:
             stream.write(STARTER)
     except FileExistsError as error:
         raise RefusedError(
-            "hosts.yaml is there already; it was not changed", place=str(path), code="file-exists"
+            "hosts.yaml is there already; it was not changed",
+            place=str(path),
+            code="file-exists",
+            hint="edit it, or name another directory: dflashctl init DIRECTORY",
         ) from error
     return InitResult(str(path))

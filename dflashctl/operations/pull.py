@@ -68,7 +68,10 @@ def pull(
     """
     unknown = [kind for kind in request.what if kind not in KINDS]
     if unknown or not request.what:
-        raise UsageError(f"--what {','.join(unknown)}: choose some of {', '.join(KINDS)}")
+        raise UsageError(
+            f"--what {','.join(unknown)}: choose some of {', '.join(KINDS)}",
+            hint=f"dflashctl pull {request.tag} --what logs,metrics",
+        )
     staging = request.directory / _STAGING
     transport = connect(request.place)
     staging.mkdir(parents=True, exist_ok=True)
@@ -200,7 +203,9 @@ def _check_run(request: PullRequest, staging: Path) -> None:
         try:
             ids.append(json.loads(path.read_bytes()).get("run_id"))
         except (ValueError, AttributeError) as error:
-            raise MismatchError(f"{path} is not readable: {error}") from error
+            raise MismatchError(
+                f"{path} is not readable: {error}", hint=f"mv {path.parent} {path.parent}.old"
+            ) from error
     if ids[0] != ids[1]:
         raise RefusedError(
             f"{request.directory} holds another run of this tag ({ids[0]}, there: {ids[1]})",

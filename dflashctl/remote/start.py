@@ -39,7 +39,9 @@ def take(lock: Path) -> int:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > limit:
-                raise RefusedError("locked", "another launch holds the workspace") from None
+                raise RefusedError(
+                    "locked", "another launch holds the workspace", "run the same command again"
+                ) from None
             time.sleep(0.1)
         else:
             return handle
@@ -106,7 +108,8 @@ def make_directory(arguments: dict[str, Any], sent: dict[str, Any], runs: Path) 
             text = f"the tag {directory.name} exists already"
             raise RefusedError("tag-exists", text, "choose another --tag, or --resume it")
         if session_alive(arguments["socket"], arguments["tag"]):
-            raise RefusedError("running", f"the run {directory.name} is being started just now")
+            text = f"the run {directory.name} is being started just now"
+            raise RefusedError("running", text, f"dflashctl watch {directory.name}")
         shutil.rmtree(directory)
         replaced = True
     for stale in runs.glob(".starting-*"):

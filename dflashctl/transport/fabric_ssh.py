@@ -269,7 +269,9 @@ def _accept_unknown(
         add_key(file, _known_name(settings), key.get_name(), key.asbytes())
     except OSError as error:
         raise TrustError(
-            f"the host key cannot be recorded in {file}: {error.strerror}", place=host.name
+            f"the host key cannot be recorded in {file}: {error.strerror}",
+            place=host.name,
+            hint="known_hosts in hosts.yaml names another file",
         ) from error
 
 

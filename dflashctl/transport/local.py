@@ -49,7 +49,9 @@ class LocalTransport(Transport):
         try:
             return subprocess.call(list(argv))
         except FileNotFoundError as error:
-            raise UsageError(f"{argv[0]} is not installed", place=self.place) from error
+            raise UsageError(
+                f"{argv[0]} is not installed", place=self.place, hint=f"apt-get install {argv[0]}"
+            ) from error
 
     def close(self) -> None:
         """Nothing is held open."""

@@ -172,7 +172,10 @@ class OpensshTransport(Transport):
             raise _no_ssh(self._host) from error
         except subprocess.TimeoutExpired:
             raise UnreachableError(
-                f"ssh gave no answer within {limit_s:g} s", place=self.place, code="timeout"
+                f"ssh gave no answer within {limit_s:g} s",
+                place=self.place,
+                code="timeout",
+                hint=f"try: ssh {self._host.address} true",
             ) from None
 
 
@@ -190,7 +193,11 @@ def connection_error(stderr: str, host: Host) -> DflashctlError:
     if "Permission denied (" in stderr or "Too many authentication failures" in stderr:
         return login_error(place, why=last, address=host.address)
     if re.search(r"Bad configuration option|Can't open user config|terminating, .* bad", stderr):
-        return ConfigurationError(f"ssh cannot read its configuration: {last}", place=place)
+        return ConfigurationError(
+            f"ssh cannot read its configuration: {last}",
+            place=place,
+            hint=f"try: ssh -G {host.address}",
+        )
     code = NO_GREETING if "kex_exchange_identification" in stderr else None
     return UnreachableError(last, place=place, hint=try_it, code=code)
 

@@ -60,7 +60,9 @@ def resolve(host: Host) -> SshSettings:
     if host.identity_file is not None:
         if not Path(host.identity_file).is_file():
             raise ConfigurationError(
-                f"the identity_file {host.identity_file} does not exist", place=host.name
+                f"the identity_file {host.identity_file} does not exist",
+                place=host.name,
+                hint="correct identity_file in hosts.yaml, or leave it out",
             )
         identities = [host.identity_file]
     known = _words(found, "userknownhostsfile") or ["~/.ssh/known_hosts"]
@@ -110,7 +112,10 @@ def _lookup(
         )
     except subprocess.TimeoutExpired:
         raise UnreachableError(
-            f"`ssh -G {address}` gave no answer within {_ASK_S:g} s", place=place, code="timeout"
+            f"`ssh -G {address}` gave no answer within {_ASK_S:g} s",
+            place=place,
+            code="timeout",
+            hint="does a `Match exec` of ssh_config hang?",
         ) from None
     if answer.returncode != 0:
         raise ConfigurationError(

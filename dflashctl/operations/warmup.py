@@ -55,7 +55,7 @@ def warm_up(
     manifest = make_manifest(ways.place, Pinned(_TAG, code, config, gpus, argv), facts)
     environment = trainer_environment(ways.place.container, manifest)
     name = manifest.cache_dir.rpartition("/")[2]
-    run_dir = str(Workspace.at(manifest.workspace).root / "warmup" / name)
+    run_dir = str(Workspace.at(manifest.workspace).warmup(name))
     reports = _Reports(on_output, on_report)
     command = TrainerCommand(
         run_dir=run_dir,

@@ -4,13 +4,10 @@ A transport runs an argv on one place (a host, or a container of it) with bytes 
 hands back bytes. Everything above it is a Script; ``frame`` makes a Script of argv and marks.
 """
 
-import json
 import re
-import shlex
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from dflashctl.errors import DflashctlError
 
@@ -47,21 +44,6 @@ class Script:
     payload: Iterable[bytes] = ()
     deadline_s: float | None = 60.0
     what: str = "script"
-
-    @classmethod
-    def python(
-        cls,
-        program: str,
-        arguments: Mapping[str, Any],
-        *,
-        interpreter: str = "python3",
-        payload: Iterable[bytes] = (),
-        deadline_s: float | None = 60.0,
-        what: str = "program",
-    ) -> "Script":
-        """Run a standard-library Python ``program`` that reads one JSON object from sys.argv[1]."""
-        argv = [interpreter, "-I", "-S", "-c", program, json.dumps(arguments)]
-        return cls(f"exec {shlex.join(argv)}", payload, deadline_s, what)
 
 
 @dataclass(frozen=True)

@@ -46,10 +46,10 @@ def test_files_of_a_run_lie_where_the_contract_says() -> None:
     workspace = Workspace.at("/workspace")
     run = workspace.run("fresh7")
     root = PurePosixPath("/workspace/runs/fresh7")
-    assert (workspace.release("ab"), workspace.cache("k"), workspace.environment("cd")) == (
+    assert (workspace.release("ab"), workspace.cache("k"), workspace.warmup("k")) == (
         PurePosixPath("/workspace/releases/ab"),
         PurePosixPath("/workspace/cache/k"),
-        PurePosixPath("/workspace/envs/cd"),
+        PurePosixPath("/workspace/warmup/k"),
     )
     assert run.manifest == root / "manifest.json"
     assert run.log == root / "train_stdout_fresh7.log"

@@ -2,6 +2,7 @@
 
 WORKSPACE/releases/DIGEST/trainer/    immutable code
 WORKSPACE/cache/KEY/                  compile caches, one per release, torch and device kind
+WORKSPACE/warmup/KEY/                 manifest of the warm-up that filled a cache
 WORKSPACE/runs/TAG/                   one run, see RunLayout
 """
 
@@ -64,9 +65,9 @@ class Workspace:
         """Directory of the compile caches for ``key``."""
         return self.root / "cache" / key
 
-    def environment(self, digest: str) -> PurePosixPath:
-        """Virtual environment made from the requirements of this digest."""
-        return self.root / "envs" / digest
+    def warmup(self, key: str) -> PurePosixPath:
+        """Directory that holds the manifest of the warm-up of the cache ``key``."""
+        return self.root / "warmup" / key
 
     def run(self, tag: str) -> "RunLayout":
         """Return the layout of the run ``tag``; raises TagError."""

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from dflashctl.errors import DflashctlError, ExitCode
 from dflashctl.gpus import GpuState, Probe, probe
 from dflashctl.inventory import Container, Host, Place
+from dflashctl.run_status import MAX_HOSTS_AT_ONCE
 from dflashctl.transport import connect, connect_host
-
-_MAX_HOSTS_AT_ONCE = 8  # sshd drops unauthenticated connections above 10 (MaxStartups)
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ def look_at_gpus(places: Sequence[Place], *, accept_new: bool = False) -> list[H
         hosts.setdefault(place.host.name, (place.host, []))[1].append(place.container)
     if not hosts:
         return []
-    with ThreadPoolExecutor(max_workers=min(len(hosts), _MAX_HOSTS_AT_ONCE)) as pool:
+    with ThreadPoolExecutor(max_workers=min(len(hosts), MAX_HOSTS_AT_ONCE)) as pool:
         futures = [
             pool.submit(_ask, host, containers, accept_new=accept_new)
             for host, containers in hosts.values()

@@ -1,6 +1,5 @@
 """A tiny world for the trainer's tests: random Llama, word tokenizer, chats, run directories."""
 
-import hashlib
 import json
 import random
 from collections.abc import Callable
@@ -12,6 +11,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from trainer.contract.completion import digest_file
 from trainer.contract.config import TrainConfig
 from trainer.contract.manifest import Gpu, Manifest
 
@@ -88,68 +88,71 @@ def make_run(tiny_target: Path, tiny_chats: Path, tmp_path: Path) -> MakeRun:
     """Return a function that makes a run directory: make_run(tag, drafters=1, **sections)."""
 
     def make(tag: str = "tiny", *, drafters: int = 1, targets: int = 1, **sections: Any) -> Path:
-        raw: dict[str, dict[str, Any]] = {
-            "target": {"path": str(tiny_target), "dtype": "float32"},
-            "data": {
-                "path": str(tiny_chats),
-                "max_length": 32,
-                "token_budget": 64,
-                "max_batch_size": 4,
-                "packing": False,
-                "max_anchors": 4,
-            },
-            "draft": {
-                "num_draft_layers": 1,
-                "block_size": 4,
-                "num_taps": 2,
-                "mask_token_id": MASK_TOKEN_ID,
-                "dtype": "float32",
-                "normalise_taps": True,
-            },
-            "loss": {"position_decay": 3.0},
-            "optim": {"lr": 0.003, "epochs": 50.0, "max_steps": 12},
-            "run": {
-                "device": "cpu",
-                "cpu_threads": 1,
-                "checkpoint_every_steps": 4,
-                "keep_checkpoints": 3,
-                "queue_depth": 2,
-            },
-        }
-        seed = sections.pop("seed", 0)
+        raw: dict[str, Any] = _settings(tiny_target, tiny_chats) | {"seed": sections.pop("seed", 0)}
         for name, values in sections.items():
             raw[name] = raw.get(name, {}) | values
-        config = TrainConfig.from_dict(raw | {"seed": seed})
         run_dir = tmp_path / "runs" / tag
         run_dir.mkdir(parents=True)
-        data = Path(config.data.path).read_bytes()
-        manifest = Manifest(
-            run_id=f"{tag}-0001",
-            tag=tag,
-            created_unix_s=1_700_000_000.0,
-            dflashctl_version="0.1.0",
-            release="0" * 64,
-            git_commit="1" * 40,
-            git_dirty=False,
-            packages={"torch": torch.__version__},
-            host="here",
-            vmid=None,
-            gpus=tuple(
-                Gpu(role, None, None, None)
-                for role, count in (("target", targets), ("drafter", drafters))
-                for _ in range(count)
-            ),
-            python="python",
-            workspace=str(tmp_path),
-            log_path=str(run_dir / f"train_stdout_{tag}.log"),
-            cache_dir=str(tmp_path / "cache"),
-            target_revision="r1",
-            dataset_sha256=hashlib.sha256(data).hexdigest(),
-            config=config.to_dict(),
-            seed=seed,
-            argv=("dflashctl", "launch"),
-        )
+        roles = ["target"] * targets + ["drafter"] * drafters
+        manifest = _manifest(run_dir, TrainConfig.from_dict(raw), roles)
         (run_dir / "manifest.json").write_text(manifest.to_json())
         return run_dir
 
     return make
+
+
+def _settings(target: Path, chats: Path) -> dict[str, Any]:
+    return {
+        "target": {"path": str(target), "dtype": "float32"},
+        "data": {
+            "path": str(chats),
+            "max_length": 32,
+            "token_budget": 64,
+            "max_batch_size": 4,
+            "packing": False,
+            "max_anchors": 4,
+        },
+        "draft": {
+            "num_draft_layers": 1,
+            "block_size": 4,
+            "num_taps": 2,
+            "mask_token_id": MASK_TOKEN_ID,
+            "dtype": "float32",
+            "normalise_taps": True,
+        },
+        "loss": {"position_decay": 3.0},
+        "optim": {"lr": 0.003, "epochs": 50.0, "max_steps": 12},
+        "run": {
+            "device": "cpu",
+            "cpu_threads": 1,
+            "checkpoint_every_steps": 4,
+            "keep_checkpoints": 3,
+            "queue_depth": 2,
+        },
+    }
+
+
+def _manifest(run_dir: Path, config: TrainConfig, roles: list[str]) -> Manifest:
+    root, tag = run_dir.parents[1], run_dir.name
+    return Manifest(
+        run_id=f"{tag}-0001",
+        tag=tag,
+        created_unix_s=1_700_000_000.0,
+        dflashctl_version="0.1.0",
+        release="0" * 64,
+        git_commit="1" * 40,
+        git_dirty=False,
+        packages={"torch": torch.__version__},
+        host="here",
+        vmid=None,
+        gpus=tuple(Gpu(role, None, None, None) for role in roles),
+        python="python",
+        workspace=str(root),
+        log_path=str(run_dir / f"train_stdout_{tag}.log"),
+        cache_dir=str(root / "cache"),
+        target_revision="r1",
+        dataset_sha256=digest_file(Path(config.data.path)),
+        config=config.to_dict(),
+        seed=config.seed,
+        argv=("dflashctl", "launch"),
+    )

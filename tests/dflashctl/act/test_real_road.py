@@ -85,16 +85,8 @@ def test_deploy_warmup_launch_kill_resume_stop_evaluate_export_pull(
     assert (stopped["rc"], stopped["signal"], stopped["gpus_released"]) == (0, "SIGINT", True)
     assert stopped["exit"]["state"] == "stopped"
     assert stopped["exit"]["last_step"] > killed["last_step"]
-    evaluated = project.document(
-        "evaluate",
-        "tiny1",
-        "--prompts",
-        str(tiny_chats),
-        "--num-prompts",
-        "2",
-        "--max-new-tokens",
-        "6",
-    )
+    few = ("--num-prompts", "2", "--max-new-tokens", "6")
+    evaluated = project.document("evaluate", "tiny1", "--prompts", str(tiny_chats), *few)
     assert evaluated["rc"] == 0, evaluated
     assert 1.0 <= evaluated["evaluation"]["acceptance_length"] <= 4.0
     assert evaluated["evaluation"]["lossless"] is True

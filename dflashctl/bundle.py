@@ -20,12 +20,12 @@ _SUFFIXES = (".py", ".txt")
 
 @dataclass(frozen=True)
 class BundleFile:
-    """One file: path relative to the release, POSIX mode, sha256, size in bytes."""
+    """One file: path relative to the release, POSIX mode, sha256, size."""
 
     path: str
     mode: int
     sha256: str
-    size: int
+    size_bytes: int
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Bundle:
         with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as archive:
             for entry in self.files:
                 member = tarfile.TarInfo(entry.path)
-                member.size, member.mode = entry.size, entry.mode
+                member.size, member.mode = entry.size_bytes, entry.mode
                 archive.addfile(member, io.BytesIO(self.contents[entry.path]))
         return buffer.getvalue()
 

@@ -67,7 +67,7 @@ class Follow:
     log_name: str
     log: Start = Start()
     events: Start = Start()
-    interpreter: str = "python3"
+    python: str = "python3"
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ class _Session:
             "start": {name: file.argument() for name, file in self._files.items()},
             "once": self._once,
         }
-        python = self._what.interpreter
+        python = self._what.python
         return Program("follow", arguments, deadline_s=SILENCE_S, python=python).script()
 
     def feed(self, data: bytes) -> None:

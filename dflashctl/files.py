@@ -28,11 +28,11 @@ class Outgoing:
     name: str
     mode: int
     sha256: str
-    size: int
+    size_bytes: int
 
     def entry(self) -> list[Any]:
         """Return the line of the list that the receiving program reads."""
-        return [self.name, self.mode, self.sha256, self.size]
+        return [self.name, self.mode, self.sha256, self.size_bytes]
 
 
 def collect(sources: Sequence[Path]) -> list[Outgoing]:
@@ -117,10 +117,10 @@ def _payload(outgoing: Sequence[Outgoing]) -> Iterator[bytes]:
     yield _listing(outgoing)
     for entry in outgoing:
         member = tarfile.TarInfo(entry.name)
-        member.size, member.mode = entry.size, entry.mode
+        member.size, member.mode = entry.size_bytes, entry.mode
         yield member.tobuf(tarfile.PAX_FORMAT)
         with entry.path.open("rb") as stream:
-            yield from _padded(stream, entry.size)
+            yield from _padded(stream, entry.size_bytes)
     yield b"\0" * (2 * tarfile.BLOCKSIZE)
 
 

@@ -136,7 +136,7 @@ def pull(
         print_document(result)
     else:
         names = "".join(f"  {name}\n" for name in result.received)
-        came = f"{len(result.received)} files, {size(result.num_bytes)}"
+        came = f"{len(result.received)} files, {size(result.received_bytes)}"
         typer.echo(f"{names}{came}; {len(result.unchanged)} unchanged; in {result.directory}")
     return 0
 

@@ -31,7 +31,7 @@ class DeployResult:
     digest: str
     num_files: int
     num_sent: int
-    bytes_sent: int
+    sent_bytes: int
     added: tuple[str, ...]
     changed: tuple[str, ...]
     removed: tuple[str, ...]
@@ -72,7 +72,7 @@ def deploy(
         digest=bundle.digest,
         num_files=len(bundle.files),
         num_sent=0 if request.dry_run else len(wanted),
-        bytes_sent=0 if request.dry_run else tar_size,
+        sent_bytes=0 if request.dry_run else tar_size,
         added=tuple(sorted(wanted.keys() - before.keys())),
         changed=tuple(sorted(p for p in wanted.keys() & before if wanted[p] != before[p])),
         removed=tuple(sorted(before.keys() - wanted.keys())),

@@ -44,7 +44,7 @@ def logs(
         log_name=layout.log.name,
         log=Start.beginning() if everything else Start.tail_lines(request.num_lines or 0),
         events=Start.none(),
-        interpreter=container.python,
+        python=container.python,
     )
     if request.follow:
         return follow(lambda: connect(request.place), what, sort_out)

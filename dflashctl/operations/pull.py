@@ -55,7 +55,7 @@ class PullResult:
     directory: str
     received: tuple[str, ...]
     unchanged: tuple[str, ...]
-    num_bytes: int
+    received_bytes: int
 
 
 def pull(
@@ -102,7 +102,7 @@ def pull(
         directory=str(request.directory),
         received=tuple(sorted(received.files)),
         unchanged=tuple(sorted(manifest.keys() - received.files.keys())),
-        num_bytes=sum(fact.size_bytes for fact in received.files.values()),
+        received_bytes=sum(fact.size_bytes for fact in received.files.values()),
     )
 
 

@@ -17,7 +17,7 @@ class PushResult:
     directory: str
     sent: tuple[str, ...]
     num_unchanged: int
-    bytes_sent: int
+    sent_bytes: int
     dry_run: bool
     round_trips: int
 
@@ -43,7 +43,7 @@ def push(
         directory=directory,
         sent=tuple(entry.name for entry in differing),
         num_unchanged=len(outgoing) - len(differing),
-        bytes_sent=0 if dry_run else sum(entry.size for entry in differing),
+        sent_bytes=0 if dry_run else sum(entry.size_bytes for entry in differing),
         dry_run=dry_run,
         round_trips=transport.round_trips,
     )

@@ -33,6 +33,6 @@ def watch(request: WatchRequest, connect: Connect, on_item: OnItem) -> Ended:
         log_name=layout.log.name,
         log=Start.none() if request.whole else Start.tail_lines(_LOG_TAIL_LINES),
         events=Start.beginning() if request.whole else Start.tail_bytes(_EVENT_TAIL_BYTES),
-        interpreter=container.python,
+        python=container.python,
     )
     return follow(lambda: connect(request.place), what, on_item)

@@ -60,7 +60,7 @@ def deploy_text(result: DeployResult) -> str:
     elif result.num_sent == 0:
         lines = [f"{name}  is there: 0 files sent, {result.num_files} verified"]
     else:
-        sent = f"{result.num_sent} files sent, {size(result.bytes_sent)}, verified"
+        sent = f"{result.num_sent} files sent, {size(result.sent_bytes)}, verified"
         lines = [f"{name}  {sent}  ({change})"]
     if result.repaired and not result.dry_run:
         lines.append(f"  replaced a damaged copy: {', '.join(result.repaired[:5])}")
@@ -87,7 +87,7 @@ def push_text(result: PushResult) -> str:
     if result.dry_run:
         head += " would be sent"
     else:
-        head += f" sent, {size(result.bytes_sent)}, verified" if result.sent else " sent"
+        head += f" sent, {size(result.sent_bytes)}, verified" if result.sent else " sent"
     return f"{head}; {result.num_unchanged} unchanged\n"
 
 

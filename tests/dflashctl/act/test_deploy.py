@@ -13,9 +13,9 @@ from tests.dflashctl.act.conftest import Project, names
 def test_the_second_deploy_sends_nothing_in_one_round_trip(project: Project) -> None:
     first = project.document("deploy")["places"][0]
     assert first["num_sent"] == first["num_files"] > 5
-    assert (first["round_trips"], first["bytes_sent"] > 0) == (2, True)
+    assert (first["round_trips"], first["sent_bytes"] > 0) == (2, True)
     second = project.document("deploy")["places"][0]
-    assert (second["num_sent"], second["bytes_sent"], second["round_trips"]) == (0, 0, 1)
+    assert (second["num_sent"], second["sent_bytes"], second["round_trips"]) == (0, 0, 1)
     assert names(f"{project.workspace}/releases") == [first["digest"]]
     shown = project.run("deploy", "-v")
     assert "0 files sent" in shown.stdout

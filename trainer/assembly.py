@@ -145,15 +145,16 @@ class Data:
 def step_range(config: TrainConfig, plan: BatchPlan, num_drafters: int) -> StepRange:
     """Return the steps of the whole run. Raises: DataError when the data is less than one step."""
     accumulation = config.optim.grad_accumulation
-    num_batches = plan.num_batches(config.optim.epochs)
-    num_steps = num_batches // (num_drafters * accumulation)
+    batches_per_step, most = num_drafters * accumulation, config.optim.max_steps
+    num_batches = plan.num_batches(
+        config.optim.epochs, at_most=None if most is None else most * batches_per_step
+    )
+    num_steps = num_batches // batches_per_step
     if num_steps == 0:
         raise DataError(
             f"{num_batches} batches in optim.epochs {config.optim.epochs:g} are less than one step"
             f" of {num_drafters} drafters x {accumulation}; use more epochs or smaller batches"
         )
-    if config.optim.max_steps is not None:
-        num_steps = min(num_steps, config.optim.max_steps)
     return StepRange(0, num_steps, num_drafters, accumulation)
 
 

@@ -14,6 +14,8 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from trainer.contract.errors import ConfigError
 
+_MAX_EPOCHS = 1e6  # without max_steps every epoch is laid out once, to count its batches
+_MAX_CPU_THREADS = 256  # torch starts them all at once; a typo would starve the machine
 # Published with the method for these block sizes; others must be set (arXiv 2602.06036).
 _POSITION_DECAY = {8: 4.0, 10: 5.0, 16: 7.0}
 
@@ -310,7 +312,12 @@ def _optim_rules(optim: OptimConfig) -> list[_Rule]:
         (0 <= optim.min_lr_frac <= 1, "optim.min_lr_frac", optim.min_lr_frac, "0 to 1"),
         _positive("optim.clip_norm", optim.clip_norm),
         _at_least("optim.grad_accumulation", optim.grad_accumulation, 1),
-        _positive("optim.epochs", optim.epochs),
+        (
+            0 < optim.epochs <= _MAX_EPOCHS,
+            "optim.epochs",
+            optim.epochs,
+            f"above 0, to {_MAX_EPOCHS:g}",
+        ),
         _at_least("optim.max_steps", optim.max_steps, 1),
     ]
 
@@ -319,7 +326,12 @@ def _run_rules(run: RunConfig, compilation: CompileConfig) -> list[_Rule]:
     watchdog_s, limit_s = compilation.watchdog_s, compilation.limit_s
     return [
         _at_least("run.queue_depth", run.queue_depth, 1),
-        _at_least("run.cpu_threads", run.cpu_threads, 1),
+        (
+            run.cpu_threads is None or 1 <= run.cpu_threads <= _MAX_CPU_THREADS,
+            "run.cpu_threads",
+            run.cpu_threads,
+            f"1 to {_MAX_CPU_THREADS}",
+        ),
         _at_least("run.checkpoint_every_steps", run.checkpoint_every_steps, 1),
         _at_least("run.keep_checkpoints", run.keep_checkpoints, 1),
         _at_least("run.log_every_steps", run.log_every_steps, 1),

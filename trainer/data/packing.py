@@ -100,14 +100,21 @@ class BatchPlan:
         """Batches of the first epoch; later ones may differ by a few, see ``num_batches``."""
         return self.num_batches(1)
 
-    def num_batches(self, epochs: float) -> int:
-        """Batches in the first ``epochs`` epochs, at least 1; exact for whole numbers."""
+    def num_batches(self, epochs: float, at_most: int | None = None) -> int:
+        """Batches in the first ``epochs`` epochs, at least 1; exact for whole numbers.
+
+        No epoch is laid out beyond ``at_most`` batches, where that is given, nor are more told.
+        """
         whole = int(epochs)
         with self._lock:
+            if at_most is not None:
+                for epoch in range(whole):
+                    if self._end(epoch) >= at_most:
+                        return at_most
             before = self._end(whole - 1)
             part = epochs - whole
             rest = round(part * (self._end(whole) - before)) if part else 0
-        return max(1, before + rest)
+        return max(1, before + rest if at_most is None else min(before + rest, at_most))
 
     def batch(self, index: int) -> tuple[int, Rows]:
         """Return (epoch, rows of sample positions); unpacked rows hold one sample each."""

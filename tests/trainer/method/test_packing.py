@@ -69,6 +69,13 @@ def test_epochs_in_parts_count_batches_in_parts():
     assert (plan.num_batches(2.5), plan.num_batches(0.5), plan.num_batches(0.01)) == (15, 3, 1)
 
 
+def test_no_epoch_is_laid_out_beyond_the_batches_that_are_asked_for():
+    plan = BatchPlan([10] * 40, data_config(packing=False), seed=0)
+    # Laying out 10**15 epochs would not end; 3 epochs hold 18 batches.
+    assert plan.num_batches(1e15, at_most=13) == 13
+    assert (plan.num_batches(2, at_most=13), plan.num_batches(2.5, at_most=14)) == (12, 14)
+
+
 def test_a_late_batch_is_the_same_for_a_plan_that_starts_there():
     config = data_config(packing=True)
     walked, jumped = BatchPlan(LENGTHS, config, seed=3), BatchPlan(LENGTHS, config, seed=3)

@@ -7,7 +7,8 @@ from pathlib import Path
 def write_by_rename(path: Path, data: bytes) -> None:
     """Replace the file at ``path``, whose directory must be there, in one step that lasts.
 
-    Raises: OSError; the old file is untouched then.
+    Raises: OSError naming ``path`` (a full disk names none by itself); the old file is untouched
+    then.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -16,9 +17,9 @@ def write_by_rename(path: Path, data: bytes) -> None:
             stream.flush()
             os.fsync(stream.fileno())
         temporary.replace(path)
-    except OSError:
+    except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
     sync(path.parent)
 
 

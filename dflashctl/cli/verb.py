@@ -4,6 +4,7 @@
 inventory, a place or the run records.
 """
 
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,16 @@ if TYPE_CHECKING:
     from dflashctl.inventory import Inventory, Place
     from dflashctl.run_store import RunStore
     from dflashctl.transport.base import Transport
+
+
+_LOOK = "look with: dflashctl status"
+_AFTER_INTERRUPTION = {
+    "stop": f"; a run that was signalled writes its checkpoint and ends all the same; {_LOOK}",
+    "launch": f"; the run may have started; {_LOOK}, or type the same launch again",
+    "deploy": "; type the same again, it completes what is missing",
+    "push": "; type the same again, it completes what is missing",
+    "pull": "; type the same again, it goes on where this one stopped",
+}
 
 
 @dataclass
@@ -133,11 +144,19 @@ def shared_options() -> list[TyperOption]:
 
 
 class Verb(TyperCommand):
-    """A command that also takes the global options."""
+    """A command that also takes the global options, and tells an interruption."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.params.extend(shared_options())
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the verb; after Ctrl-C say what may go on: typer itself ends with 130 in silence."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            sys.stderr.write(f"interrupted{_AFTER_INTERRUPTION.get(self.name or '', '')}\n")
+            raise
 
 
 class Verbs(TyperGroup):

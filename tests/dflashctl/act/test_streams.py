@@ -1,6 +1,7 @@
-"""Closed or full standard streams, a vanished directory, waits that are no number: told plainly."""
+"""Closed or full standard streams, a vanished directory, odd waits, Ctrl-C: told plainly."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -63,3 +64,17 @@ def test_a_wait_that_is_no_number_of_seconds_is_a_usage_error(
 ) -> None:
     assert main(words) == 2
     assert "is no number of seconds" in capsys.readouterr().err
+
+
+def test_ctrl_c_of_stop_says_that_the_run_was_signalled(project: Project) -> None:
+    assert project.run("deploy").returncode == 0
+    assert project.run("launch", "--tag", "x", "--set", "seed=13").returncode == 0  # never ends
+    with project.popen("stop", "x") as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("SIGINT sent to pid")
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=15)
+    assert process.returncode == 130
+    assert told.startswith("interrupted; a run that was signalled")
+    assert project.document("status", "x")["runs"][0]["state"] == "running"
+    assert project.run("stop", "x", "--grace", "0").returncode == 1

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from dflashctl.errors import (
+    ContainerDownError,
     DflashctlError,
     MismatchError,
     RefusedError,
@@ -134,6 +135,8 @@ def _receive(
     except BrokenPipeError:
         unpacking.join()
         raise unpacking.failure or MismatchError("the archive ended early") from None
+    except ContainerDownError:
+        raise  # its hint says how to start it
     except (UnreachableError, StateUnknownError) as error:
         error.hint = f"dflashctl pull {request.tag}   (goes on where this one stopped)"
         raise

@@ -264,3 +264,14 @@ def test_a_pull_whose_link_is_cut_says_how_to_go_on_and_does(
     assert not (tmp_path / "bigpull" / "export").exists()
     pull(request, connect)
     assert digest_file(tmp_path / "bigpull" / "export" / "weights") == digest
+
+
+def test_a_pull_from_a_stopped_container_says_how_to_start_it(
+    inventory: Inventory, tmp_path: Path
+) -> None:
+    stopped = inventory.one(["kpro6/201"])
+    request = PullRequest(stopped, "x", ("logs",), tmp_path / "x")
+    with pytest.raises(ContainerDownError) as caught:
+        pull(request, connect)
+    assert "pct start 201" in caught.value.hint
+    assert not (tmp_path / "x").exists()

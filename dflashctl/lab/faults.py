@@ -173,8 +173,11 @@ def _clear_disk(site: SiteState, host: str) -> None:
 
 
 def _make_root_read_only(site: SiteState, host: str, value: str) -> None:
-    # rbind: what is exposed below /root stays visible.
-    script = "test -w /root || exit 0; mount --rbind /root /root && mount -o remount,ro,bind /root"
+    # rbind: what is exposed below /root stays visible. rprivate: the umount that ends the fault
+    # must not reach the exposed mounts themselves.
+    script = """test -w /root || exit 0
+        mount --rbind /root /root && mount --make-rprivate /root &&
+        mount -o remount,ro,bind /root"""
     _run_in_container(site, host, int(value), script)
 
 

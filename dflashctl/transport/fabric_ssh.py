@@ -282,8 +282,8 @@ def _open_error(
     import paramiko
 
     words = str(error) or type(error).__name__
-    if words == "No existing session":  # paramiko's words after MaxAuthTries
-        words = "it hung up after too many keys were tried"
+    if words == "No existing session":  # paramiko's words for MaxAuthTries and for a stalled start
+        words = "it hung up after too many keys were tried" if at_login else "it fell silent"
     if at_login or isinstance(error, paramiko.AuthenticationException):
         tried = ", ".join(settings.identity_files) or "no key file"
         agent = "" if settings.identities_only else f" and {_num_agent_keys()} keys of the agent"

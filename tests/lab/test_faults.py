@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -154,6 +155,7 @@ def test_a_read_only_root_refuses_files_and_still_shows_what_is_exposed(lab_site
     assert lab_site.in_container("kpro6", 200, "touch /workspace/x").returncode == 0
     lab_site.fault("kpro6", "ro_root", "off")
     assert lab_site.in_container("kpro6", 200, "touch /root/x").returncode == 0
+    assert lab_site.in_container("kpro6", 200, f"{sys.executable} --version").returncode == 0
     mounts = lab_site.in_container("kpro6", 200, "grep -c ' /root ' /proc/mounts").stdout
     assert mounts == b"0\n"
 

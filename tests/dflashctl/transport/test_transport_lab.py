@@ -147,6 +147,16 @@ def test_stalled_network_ends_at_the_deadline(way: Transport, lab_site: Lab) -> 
     assert time.monotonic() - started_s < 4
 
 
+def test_a_host_that_is_silent_from_the_start_is_not_said_to_refuse_keys(
+    inventory: Inventory, lab_site: Lab
+) -> None:
+    host = dataclasses.replace(inventory.one(["kpro6/200"]).host, connect_timeout_s=2.0)
+    lab_site.fault("kpro6", "net", "stall")
+    with pytest.raises(UnreachableError) as caught:
+        connect_host(host)
+    assert "keys" not in caught.value.message
+
+
 @pytest.mark.parametrize(("fault", "value"), [("sshd_kill", "1"), ("net", "cut")])
 def test_link_cut_under_a_script_leaves_the_state_unknown(
     way: Transport, lab_site: Lab, fault: str, value: str

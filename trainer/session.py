@@ -19,9 +19,10 @@ from trainer import assembly, checkpoint
 from trainer.channel import OrderedChannel
 from trainer.checkpoint import CheckpointState
 from trainer.compile_gate import CompileEvent, CompileGate, end_process
-from trainer.contract.completion import latest_complete
+from trainer.contract.completion import PARTIAL_SUFFIX, latest_complete
 from trainer.contract.errors import ConfigError
 from trainer.contract.exit_record import TrainerExit
+from trainer.errors import CheckpointError
 from trainer.export import export_draft
 from trainer.metrics import Flow, Metrics, StepFigures, Totals
 from trainer.model.target import Target
@@ -115,10 +116,21 @@ class Session:
             export_draft(replicas[0].draft, self._run_dir / "export", config.target)
         return "finished", TrainerExit.FINISHED
 
+    def _refuse_to_start_over(self) -> None:
+        """Stop a resume that found finished checkpoints but none whole: days may be in them."""
+        damaged = [s for s in self._skipped if not s.path.name.endswith(PARTIAL_SUFFIX)]
+        if self._resume and damaged:
+            reasons = "; ".join(f"{s.path.name}: {s.reason}" for s in damaged)
+            raise CheckpointError(
+                f"no checkpoint in {self._checkpoints} is whole ({reasons}); mend or move them,"
+                " or launch under a new tag to start over"
+            )
+
     def _loaded(self, identity: dict[str, Any]) -> CheckpointState | None:
         for skipped in self._skipped if self._resume else ():
             self._metrics.warning(f"checkpoint {skipped.path.name} skipped: {skipped.reason}")
         if self._resume_from is None:
+            self._refuse_to_start_over()
             if self._resume:
                 self._metrics.warning("no complete checkpoint; starting from step 0")
             return None

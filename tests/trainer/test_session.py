@@ -311,6 +311,16 @@ def test_damaged_checkpoint_is_skipped_named_and_the_one_before_is_taken(
     assert all(torch.equal(expected[name], again[name]) for name in expected)
 
 
+def test_resume_refuses_to_start_over_when_every_checkpoint_is_damaged(make_run: MakeRun) -> None:
+    run_dir = make_run()
+    _train(run_dir)
+    for directory in (run_dir / "checkpoints").iterdir():
+        _unseal(directory)
+    with pytest.raises(CheckpointError, match=r"step_00000012: no COMPLETE.json.*under a new tag"):
+        _train(run_dir, resume=True)
+    assert len(list((run_dir / "checkpoints").iterdir())) == 3
+
+
 def test_resume_without_a_checkpoint_starts_over_and_says_so(make_run: MakeRun) -> None:
     run_dir = make_run()
     assert _train(run_dir, resume=True) is TrainerExit.FINISHED

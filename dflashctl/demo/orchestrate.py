@@ -224,7 +224,8 @@ class _Road:
         _show(["dflashctl", "watch", self._tag])
         shown = subprocess.Popen(argv)
         reader = subprocess.Popen([*argv, "--json"], stdout=subprocess.PIPE, text=True)
-        stopper = threading.Thread(target=self._stop_when_due, args=(reader,), daemon=True)
+        stopped: list[subprocess.CompletedProcess[str]] = []
+        stopper = threading.Thread(target=self._stop_when_due, args=(reader, stopped), daemon=True)
         stopper.start()
         try:
             status = shown.wait()
@@ -232,20 +233,34 @@ class _Road:
             reader.terminate()
             reader.wait()
         stopper.join()
-        if status != 0:
+        for done in stopped:  # its words would have been lost behind the live view
+            _show(["dflashctl", "stop", self._tag])
+            sys.stdout.write(done.stdout)
+        if status != 0 or not stopped or stopped[0].returncode != 0:
             raise DflashctlError(
-                f"watch ended with {status} before the run was stopped",
+                f"watch ended with {status} and the run was not stopped as asked",
                 place=self._tag,
                 hint=shlex.join(["dflashctl", *self._base[3:], "logs", self._tag]),
             )
 
-    def _stop_when_due(self, reader: subprocess.Popen[str]) -> None:
+    def _stop_when_due(
+        self, reader: subprocess.Popen[str], stopped: list[subprocess.CompletedProcess[str]]
+    ) -> None:
         for line in reader.stdout or ():
             event = json.loads(line).get("event") or {}
             if event.get("kind") != "step":
                 continue
             if event["step"] >= self._options.stop_at_frac * event["num_steps"]:
-                self._run("stop", self._tag)
+                argv = [*self._base, "stop", self._tag]
+                stopped.append(
+                    subprocess.run(
+                        argv,
+                        check=False,
+                        text=True,
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
                 return
 
     def _conclude(self, evaluation: dict[str, Any], directory: Path) -> None:
@@ -269,7 +284,9 @@ def _say(text: str) -> None:
 
 
 def _show(argv: list[str]) -> None:
-    sys.stdout.write(f"\n$ {shlex.join(argv)}\n")
+    """Print a command as one would type it in this directory."""
+    line = shlex.join(argv).replace(sys.executable, "python").replace(f"{Path.cwd()}/", "")
+    sys.stdout.write(f"\n$ {line}\n")
     sys.stdout.flush()
 
 

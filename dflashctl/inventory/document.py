@@ -170,7 +170,7 @@ class Value:
 
     def integer(self, low: int, high: int, what: str = "an integer") -> int:
         """Return a plain decimal integer between ``low`` and ``high``, both allowed."""
-        what = f"{what} from {low} to {high}"
+        what = f"{what} from {low} to {high}" if low < high else f"{what} {low}"
         content = self._number(what, _INTEGER)
         if not low <= int(content) <= high:
             raise self.expected(what)

@@ -2,6 +2,7 @@
 
 import difflib
 import fnmatch
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,6 +58,19 @@ class Host:
     become: BecomeSetting = "auto"
     groups: tuple[str, ...] = ()
     containers: tuple[Container, ...] = ()
+
+    @property
+    def ssh_line(self) -> str:
+        """The ssh command, ready to type, that reaches this host by the same settings."""
+        options = (
+            ("-F", self.ssh_config),
+            ("-o", self.known_hosts and f"UserKnownHostsFile={self.known_hosts}"),
+            ("-i", self.identity_file),
+            ("-J", self.jump),
+            ("-p", self.port and str(self.port)),
+        )
+        words = [word for flag, value in options if value for word in (flag, value)]
+        return shlex.join(["ssh", *words, self.address])
 
 
 @dataclass(frozen=True)

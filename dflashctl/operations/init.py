@@ -21,7 +21,7 @@ def init(path: Path) -> InitResult:
             stream.write(STARTER)
     except FileExistsError as error:
         raise RefusedError(
-            "hosts.yaml is there already; it was not changed",
+            "the file is there already; it was not changed",
             place=str(path),
             code="file-exists",
             hint="edit it, or name another directory: dflashctl init DIRECTORY",

@@ -263,7 +263,7 @@ def _accept_unknown(
 ) -> None:
     offered = f"{key.get_name()} {fingerprint(key.asbytes())}"
     if not accept_new:
-        raise unknown_key_error(host.name, offered=offered, address=host.address)
+        raise unknown_key_error(host.name, offered=offered, ssh_line=host.ssh_line)
     file = settings.known_hosts[0]
     try:
         add_key(file, _known_name(settings), key.get_name(), key.asbytes())
@@ -288,9 +288,9 @@ def _open_error(
         tried = ", ".join(settings.identity_files) or "no key file"
         agent = "" if settings.identities_only else f" and {_num_agent_keys()} keys of the agent"
         why = f"{words.rstrip('.')} (user {settings.user}; tried {tried}{agent})"
-        return login_error(host.name, why=why, address=host.address)
+        return login_error(host.name, why=why, ssh_line=host.ssh_line)
     where = f"{settings.hostname}:{settings.port}"
-    hint = f"try: ssh {host.address} true"
+    hint = f"try: {host.ssh_line} true"
     if isinstance(error, (socket.gaierror, UnicodeError)):  # UnicodeError: not even a name
         return UnreachableError(
             f"the name {settings.hostname} cannot be resolved", place=host.name, hint=hint

@@ -135,7 +135,7 @@ class OpensshTransport(Transport):
                 f"the connection was lost: {text[-300:]}",
                 place=self.place,
                 code="link-lost",
-                hint=f"try: ssh {self._host.address} true",
+                hint=f"try: {self._host.ssh_line} true",
             )
         return finished
 
@@ -175,7 +175,7 @@ class OpensshTransport(Transport):
                 f"ssh gave no answer within {limit_s:g} s",
                 place=self.place,
                 code="timeout",
-                hint=f"try: ssh {self._host.address} true",
+                hint=f"try: {self._host.ssh_line} true",
             ) from None
 
 
@@ -183,15 +183,15 @@ def connection_error(stderr: str, host: Host) -> DflashctlError:
     """Return the error that ssh's own stderr stands for when it could not connect."""
     lines = [line for line in readable(stderr.encode()).splitlines() if line.strip(" @")]
     last = lines[-1].strip() if lines else "ssh ended with status 255 and said nothing"
-    place, try_it = host.name, f"try: ssh {host.address} true"
+    place, try_it = host.name, f"try: {host.ssh_line} true"
     if "IDENTIFICATION HAS CHANGED" in stderr:
         return _changed_key(stderr, host)
     if "REVOKED" in stderr:
         return revoked_key_error(place, recorded=last)
     if "host key is known" in stderr or "Host key verification failed" in stderr:
-        return unknown_key_error(place, offered=lines[0].strip(), address=host.address)
+        return unknown_key_error(place, offered=lines[0].strip(), ssh_line=host.ssh_line)
     if "Permission denied (" in stderr or "Too many authentication failures" in stderr:
-        return login_error(place, why=last, address=host.address)
+        return login_error(place, why=last, ssh_line=host.ssh_line)
     if re.search(r"Bad configuration option|Can't open user config|terminating, .* bad", stderr):
         return ConfigurationError(
             f"ssh cannot read its configuration: {last}",

@@ -41,7 +41,7 @@ def _down(line: str, place: str) -> DflashctlError:
     return ContainerDownError(
         f"the container is not running ({line})",
         place=place,
-        hint=f"start it: ssh {_host(place)} pct start {_vmid(place)}",
+        hint=f"start it, on {_host(place)}: pct start {_vmid(place)}",
     )
 
 
@@ -50,8 +50,8 @@ def _unknown_container(line: str, place: str) -> DflashctlError:
         f"there is no such container on this host ({line})",
         place=place,
         code="no-container",
-        hint=f"see `ssh {_host(place)} pct list`, and correct the vmid in hosts.yaml; in a "
-        "cluster the container may stand on another node",
+        hint=f"on {_host(place)}, see `pct list`, and correct the vmid in hosts.yaml; in a cluster "
+        "the container may stand on another node",
     )
 
 
@@ -69,7 +69,7 @@ def _bad_arguments(line: str, place: str) -> DflashctlError:
         f"pct does not accept the command ({line})",
         place=place,
         code="pct-usage",
-        hint=f"see `ssh {_host(place)} pct help exec`; is the vmid in hosts.yaml right?",
+        hint=f"on {_host(place)}, see `pct help exec`; is the vmid in hosts.yaml right?",
     )
 
 

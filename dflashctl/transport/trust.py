@@ -3,14 +3,14 @@
 from dflashctl.errors import TrustError
 
 
-def unknown_key_error(place: str, *, offered: str, address: str) -> TrustError:
+def unknown_key_error(place: str, *, offered: str, ssh_line: str) -> TrustError:
     """Return the error for a host that known_hosts does not name."""
     return TrustError(
         f"the host key is not known ({offered})",
         place=place,
         code="host-key",
         hint=f"compare it with the host's own (ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub "
-        f"there), then run the command again with --accept-new, or once: ssh {address}",
+        f"there), then run the command again with --accept-new, or once: {ssh_line}",
     )
 
 
@@ -35,12 +35,12 @@ def revoked_key_error(place: str, *, recorded: str) -> TrustError:
     )
 
 
-def login_error(place: str, *, why: str, address: str) -> TrustError:
+def login_error(place: str, *, why: str, ssh_line: str) -> TrustError:
     """Return the error for a login that the host refused."""
     return TrustError(
         f"the host refused the login: {why}",
         place=place,
         code="auth",
-        hint=f"try: ssh {address} true; name the key with identity_file in hosts.yaml, or load it "
+        hint=f"try: {ssh_line} true; name the key with identity_file in hosts.yaml, or load it "
         "with ssh-add (a key with a passphrase works through the agent only)",
     )

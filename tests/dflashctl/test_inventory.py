@@ -119,7 +119,7 @@ MISTAKES = [
     ("# only a comment\n", "1:1", "the file is empty", "dflashctl init"),
     ("[]", "1:1", "expected a mapping, found a list", ""),
     ("hosts: {}", "1:1", "'version' is missing", "version: 1"),
-    ("version: 2\nhosts: {}", "1:10", "found '2'", ""),
+    ("version: 2\nhosts: {}", "1:10", "this dflashctl reads, 1, found '2'", ""),
     ('version: "1"\nhosts: {}', "1:10", "found '1'", "without quotes"),
     ("version: 1\n", "1:1", "'hosts' is missing", ""),
     ("version: 1\nhosts:\n", "2:7", "expected a mapping, found nothing", "indented"),
@@ -390,3 +390,21 @@ def test_named_file_that_is_missing_is_never_replaced_by_another(
     environ = {"DFLASHCTL_CONFIG": str(gone)} if origin == "DFLASHCTL_CONFIG" else {}
     with pytest.raises(UsageError, match=f"{origin} names"):
         find_inventory(None if environ else gone, tmp_path, environ)
+
+
+def test_ssh_line_of_a_hint_reaches_the_host_as_hosts_yaml_says() -> None:
+    plain = Host("a", "root@10.1.2.6")
+    full = Host(
+        "a",
+        "root@10.1.2.6",
+        port=2222,
+        jump="admin@bastion",
+        identity_file="/keys/my key",
+        ssh_config="/etc/site",
+        known_hosts="/etc/known",
+    )
+    assert plain.ssh_line == "ssh root@10.1.2.6"
+    assert full.ssh_line == (
+        "ssh -F /etc/site -o UserKnownHostsFile=/etc/known -i '/keys/my key' "
+        "-J admin@bastion -p 2222 root@10.1.2.6"
+    )

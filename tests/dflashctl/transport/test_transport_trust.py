@@ -44,6 +44,7 @@ def test_unknown_host_key_is_refused_with_exit_code_5(
         ssh_kind(host).open()
     assert caught.value.exit_code == ExitCode.TRUST
     assert "--accept-new" in caught.value.hint
+    assert f"-p {host.port} " in caught.value.hint
     assert not (tmp_path / "none").exists()
 
 

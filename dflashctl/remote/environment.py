@@ -16,6 +16,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+HINT = (
+    "read what stands above; `python` in hosts.yaml must name a Python with venv (apt install "
+    "python3-venv), and pip without a network needs `pip_args` there, such as --find-links DIR"
+)
+
 
 class EnvironmentBuildError(Exception):
     """A step failed; the text says which and with what status."""
@@ -86,6 +91,7 @@ if __name__ == "__main__":
         answer = main(json.loads(sys.argv[1]), sys.stdin.read())
     except (EnvironmentBuildError, OSError) as problem:
         text = f"the environment could not be made: {problem}"
-        answer = {"error": {"kind": "failed", "message": text, "code": "environment"}}
+        error = {"kind": "failed", "message": text, "code": "environment", "hint": HINT}
+        answer = {"error": error}
     print(json.dumps(answer))
     sys.exit("error" in answer)

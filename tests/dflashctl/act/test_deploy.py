@@ -96,6 +96,7 @@ def test_env_that_cannot_be_made_fails_with_pips_words(project: Project) -> None
     assert failed.returncode == 1
     assert "error[environment]" in failed.stderr
     assert "nowhere" in failed.stderr
+    assert "pip_args" in failed.stderr
 
 
 def test_push_sends_what_differs_and_keeps_directory_names(project: Project) -> None:

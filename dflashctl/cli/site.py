@@ -139,7 +139,9 @@ def demo(
     state: Annotated[
         Path, typer.Option(metavar="DIR", help="the demo's site, model and workspace")
     ] = Path(".demo"),
-    backend: Annotated[str, typer.Option(metavar="auto|lab|local")] = "auto",
+    backend: Annotated[
+        str, typer.Option(metavar="auto|lab|local", help="lab needs root and LXC")
+    ] = "auto",
     num_prompts: Annotated[
         int, typer.Option(min=1, metavar="N", help="held-out prompts to decode")
     ] = 20,

@@ -222,6 +222,7 @@ class _Session:
         self.failure: BaseException | None = None
         self.lost_at: float | None = None  # monotonic; None while connected
         self.met = False  # a record ever came
+        self.place = ""  # of the newest link
         self.end: Record | None = None
 
     def script(self) -> Script:
@@ -314,7 +315,7 @@ def follow(
         session.emit(Notice("disconnected", f"{reason}; trying again in {wait_s:g} s"))
         time.sleep(wait_s)
         wait_s = min(backoff.limit_s, wait_s * 2)
-    ended = _ended(session.end, what)
+    ended = _ended(session.end, what, session.place)
     on_item(ended)
     return ended
 
@@ -326,7 +327,7 @@ def read_once(connect: Callable[[], Transport], what: Follow, on_item: OnItem) -
     if session.end is None:
         raise UnreachableError(f"the log was cut short: {reason}", hint=_AGAIN)
     if session.end.header["why"] == "absent":
-        raise _absent(what)
+        raise _absent(what, session.place)
 
 
 def _attempt(connect: Callable[[], Transport], session: _Session, *, down_s: float) -> str:
@@ -334,6 +335,7 @@ def _attempt(connect: Callable[[], Transport], session: _Session, *, down_s: flo
     transport: Transport | None = None
     try:
         transport = connect()
+        session.place = transport.place
         result = stream_script(transport, session.script(), session.feed)
     except (UnreachableError, StateUnknownError) as error:
         if session.failure is not None:
@@ -355,10 +357,10 @@ def _attempt(connect: Callable[[], Transport], session: _Session, *, down_s: flo
     return f"the follow program ended (status {result.rc})"
 
 
-def _ended(record: Record, what: Follow) -> Ended:
+def _ended(record: Record, what: Follow, place: str) -> Ended:
     why = record.header["why"]
     if why == "absent":
-        raise _absent(what)
+        raise _absent(what, place)
     if why != "exit":
         return Ended(why, None)
     try:
@@ -370,7 +372,10 @@ def _ended(record: Record, what: Follow) -> Ended:
     return Ended(exit_record.state, exit_record)
 
 
-def _absent(what: Follow) -> UsageError:
+def _absent(what: Follow, place: str) -> UsageError:
     return UsageError(
-        f"there is no run directory {what.root}", code="no-such-run", hint="dflashctl runs list"
+        f"there is no run directory {what.root}",
+        place=place,
+        code="no-such-run",
+        hint="dflashctl runs list",
     )

@@ -15,11 +15,17 @@ from typing import Any
 
 from dflashctl import __version__
 from dflashctl.bundle import Bundle
-from dflashctl.errors import DflashctlError, MismatchError, RefusedError, UsageError
+from dflashctl.errors import (
+    ConfigurationError,
+    DflashctlError,
+    MismatchError,
+    RefusedError,
+    UsageError,
+)
 from dflashctl.inventory import Container, Place
 from dflashctl.program import Program, run_program, stream_program
 from dflashctl.transport import run_script, stream_script
-from dflashctl.transport.base import Script, ScriptResult, Transport
+from dflashctl.transport.base import Script, ScriptResult, Transport, readable
 from trainer.contract.config import TrainConfig
 from trainer.contract.layout import RunLayout, Workspace
 from trainer.contract.manifest import Gpu, Manifest
@@ -29,6 +35,7 @@ OPTIONAL_PACKAGES = ("triton",)
 _CACHE_NAMES = ("HF_HOME", "HF_HUB_CACHE")
 _FACTS_S = 900.0  # the digest of a large data set takes its time
 _LOCK_HELD, _NO_RUN = 75, 66  # exit statuses of remote/enter.py
+_BAD_INPUT = 2  # exit status of the trainer: the configuration or the data is wrong
 _SOCKET_LIMIT = 100  # a unix socket's path holds 107 bytes
 
 
@@ -229,7 +236,8 @@ def run_trainer(
     """Run the command; its stdout goes to ``on_output`` as it comes; one round trip.
 
     Raises: RefusedError when its lock is held, UsageError when there is no such run,
-    DflashctlError when it ended non-zero.
+    ConfigurationError with the trainer's words when it does not accept its configuration or data,
+    DflashctlError when it ended non-zero otherwise.
     """
     arguments = {
         "run_dir": command.run_dir,
@@ -251,6 +259,11 @@ def run_trainer(
             place=place,
             code="no-such-run",
         )
+    if result.rc == _BAD_INPUT:
+        said = re.findall(r"^error: (.+)$", readable(result.stderr), re.MULTILINE)
+        if said:
+            hint = f"correct it, then run dflashctl {what} again"
+            raise ConfigurationError(f"{what}: {said[-1]}", hint=hint, place=place)
     return result.check(DflashctlError, f"{what} failed", place=place)
 
 

@@ -34,7 +34,10 @@ def find_inventory(explicit: Path | None, cwd: Path, environ: Mapping[str, str])
         if named.is_file():
             return named
         origin = "--config" if explicit else "DFLASHCTL_CONFIG"
-        raise UsageError(f"{origin} names {named}, and there is no such file", place=str(named))
+        raise UsageError(
+            f"{origin} names {named}, and there is no such file",
+            hint=f"name another, or write a first one: dflashctl init {named.parent}",
+        )
     for directory in (cwd, *cwd.parents):
         if (directory / FILE_NAME).is_file():
             return directory / FILE_NAME

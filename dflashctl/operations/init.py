@@ -1,9 +1,10 @@
 """init: a first hosts.yaml, commented, to be edited."""
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from dflashctl.errors import RefusedError
+from dflashctl.errors import RefusedError, UsageError
 from dflashctl.inventory import STARTER
 
 
@@ -15,7 +16,10 @@ class InitResult:
 
 
 def init(path: Path) -> InitResult:
-    """Write the starter; raises RefusedError when the file is there already."""
+    """Write the starter.
+
+    Raises: RefusedError when the file is there already, UsageError without its directory.
+    """
     try:
         with path.open("x", encoding="utf-8") as stream:
             stream.write(STARTER)
@@ -25,5 +29,11 @@ def init(path: Path) -> InitResult:
             place=str(path),
             code="file-exists",
             hint="edit it, or name another directory: dflashctl init DIRECTORY",
+        ) from error
+    except FileNotFoundError as error:
+        raise UsageError(
+            "there is no such directory",
+            place=str(path.parent),
+            hint=f"mkdir -p {shlex.quote(str(path.parent))}",
         ) from error
     return InitResult(str(path))

@@ -195,6 +195,8 @@ def test_init_writes_hosts_yaml_that_loads(tmp_path: Path, project: Project) -> 
     assert project.run("init").returncode == 0
     again = project.run("init")
     assert again.returncode == 3
+    nowhere = project.run("init", "no/such")
+    assert (nowhere.returncode, "mkdir -p no/such" in nowhere.stderr) == (2, True)
     loaded = project.run("--limit", "nowhere", "deploy", "--dry-run")
     assert "names no host" in loaded.stderr, "the starter parses; only the limit is wrong"
     assert tmp_path == project.root

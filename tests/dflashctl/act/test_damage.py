@@ -115,3 +115,7 @@ def test_export_and_attach_of_a_run_that_never_was_say_so(deployed: Project) -> 
     done = deployed.run("export", "nosuch")
     assert done.returncode == 2
     assert "error[no-such-run]: here/self: there is no run directory" in done.stderr
+    for verb in ("watch", "logs"):
+        done = deployed.run(verb, "nosuch")
+        assert done.returncode == 2
+        assert "error[no-such-run]: here/self: there is no run" in done.stderr

@@ -90,6 +90,9 @@ def test_deploy_warmup_launch_kill_resume_stop_evaluate_export_pull(
     assert evaluated["rc"] == 0, evaluated
     assert 1.0 <= evaluated["evaluation"]["acceptance_length"] <= 4.0
     assert evaluated["evaluation"]["lossless"] is True
+    (project.root / "bad.jsonl").write_text('{"id": 1}\n')
+    bad = project.run("evaluate", "tiny1", "--prompts", "bad.jsonl")
+    assert (bad.returncode, 'no list "messages"' in bad.stderr) == (2, True), bad.stderr
     assert project.run("export", "tiny1").returncode == 0
     assert project.run("pull", "tiny1").returncode == 0
     kept = {path.name for path in (project.root / "runs" / "tiny1").iterdir()}

@@ -26,6 +26,7 @@ class _Origins:
 
     values: dict[str, Value] = field(default_factory=dict)
     assignments: dict[str, str] = field(default_factory=dict)
+    has_file: bool = True
 
     def error(self, problem: ConfigError) -> ConfigurationError:
         """Return the contract's complaint with the place that it is about."""
@@ -40,8 +41,9 @@ class _Origins:
             value = self.values[key]
             mark = value.node.start_mark
             return value.source.error(text, mark.line, mark.column)
+        file = "train.yaml" if self.has_file else "a train.yaml beside hosts.yaml (there is none)"
         return ConfigurationError(
-            text, hint="set it in train.yaml (--train FILE) or by --set KEY=VALUE"
+            text, hint=f"set it in {file}, or by --train FILE or --set KEY=VALUE"
         )
 
 
@@ -53,7 +55,7 @@ def read_train_config(
     defaults: assignments below those of the file. Raises: ConfigurationError with file:line:column
     or the --set at fault.
     """
-    origins = _Origins()
+    origins = _Origins(has_file=path is not None)
     raw: dict[str, Any] = {}
     for default in defaults:
         key, _, text = default.partition("=")

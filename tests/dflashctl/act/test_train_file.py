@@ -92,6 +92,10 @@ def test_a_missing_file_and_a_missing_setting_say_what_to_do(tmp_path: Path) -> 
     with pytest.raises(ConfigurationError, match=r"target\.path") as caught:
         read_train_config(None, [])
     assert "--train FILE" in caught.value.hint
+    assert "there is none" in caught.value.hint
+    with pytest.raises(ConfigurationError, match=r"target\.path") as caught:
+        read_train_config(write(tmp_path, "seed: 1\n"), [])
+    assert "there is none" not in caught.value.hint
 
 
 @given(text=st.text(max_size=60), assignment=st.text(max_size=20))

@@ -57,7 +57,7 @@ def deploy(
     ] = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Send the trainer's code to the selected containers, unless it is there."""
+    """Send the trainer's code to containers that do not have it."""
     from dflashctl.bundle import build_bundle
     from dflashctl.errors import DflashctlError
     from dflashctl.operations.deploy import DeployRequest
@@ -93,7 +93,7 @@ def push(
     *,
     dry_run: DryRun = False,
 ) -> None:
-    """Send files or directories (such as a data set) below a directory of the container."""
+    """Send files or directories, such as a data set, to a container."""
     from dflashctl.errors import UsageError
     from dflashctl.operations.push import push as run
     from dflashctl.render.receipts import push_text
@@ -150,7 +150,10 @@ def gpus(
 
 
 def warmup(ctx: typer.Context, train: TrainFile = None, sets: Sets = None) -> None:
-    """Compile what a run needs, on each drafter GPU in turn, into the cache of launch."""
+    """Compile what a run needs, on each drafter GPU in turn.
+
+    It goes into the cache that launch uses.
+    """
     from dflashctl.bundle import build_bundle
     from dflashctl.operations.warmup import warm_up
     from dflashctl.remote_run import Code
@@ -185,7 +188,7 @@ def launch(
         ),
     ] = 10.0,
 ) -> None:
-    """Start a run under tmux, and prove from a second look that it lives."""
+    """Start a run in tmux, and look again whether it lives."""
     from dflashctl.errors import UsageError
     from dflashctl.render.receipts import launch_text
 
@@ -270,7 +273,7 @@ def evaluate(  # noqa: PLR0913 - the options of a verb are its parameters
         str | None, typer.Option(metavar="DTYPE", help="float32 makes the check exact")
     ] = None,
 ) -> None:
-    """Measure a drafter's acceptance length by real decoding in the container."""
+    """Measure the acceptance length by decoding in the container."""
     from dflashctl.operations.evaluate import EvaluateRequest
     from dflashctl.operations.evaluate import evaluate as run
     from dflashctl.render.receipts import evaluate_text

@@ -23,7 +23,7 @@ MaybeTag = Annotated[str | None, typer.Argument(help="tag of the run", metavar="
 
 
 def watch(ctx: typer.Context, tag: MaybeTag = None) -> int:
-    """Watch a run live until it ends: figures, GPU memory, alerts, log; the newest without TAG.
+    """Watch a run live until it ends; the newest without TAG.
 
     Ctrl-C leaves the run alone. Exit status: 0 for a run that finished or was stopped, else 1.
     """
@@ -53,7 +53,10 @@ def logs(
         int | None, typer.Option("--lines", "-n", min=0, help="only the last lines")
     ] = None,
 ) -> int:
-    """Print the log of a run, byte for byte (on a terminal without escape sequences)."""
+    """Print the log of a run, byte for byte.
+
+    On a terminal escape sequences are left out.
+    """
     from dflashctl.operations.logs import LogsRequest
     from dflashctl.operations.logs import logs as read_logs
     from dflashctl.render.log import log_writer
@@ -73,7 +76,10 @@ def logs(
 
 
 def status(ctx: typer.Context, tag: MaybeTag = None) -> int:
-    """Show the state of runs now: of every container, or of one TAG (exit 1 when it failed)."""
+    """Show the runs of every container, or one TAG, as they are now.
+
+    A run that failed makes it exit 1.
+    """
     from dflashctl.operations.status import status as ask
     from dflashctl.render.document import print_document
     from dflashctl.render.runs import status_lines, status_table
@@ -96,7 +102,7 @@ def list_runs(
     *,
     local: Annotated[bool, typer.Option("--local", help="ask no container")] = False,
 ) -> int:
-    """List the runs: the records here merged with what the containers hold, oldest first."""
+    """List the runs known here or in the containers, oldest first."""
     from dflashctl.operations.runs import list_runs as merge
     from dflashctl.render.document import print_document
     from dflashctl.render.runs import runs_table
@@ -120,7 +126,10 @@ def pull(
     ] = "logs,metrics,export",
     max_gib: Annotated[int, typer.Option("--max-gib", min=1, help="refuse more than this")] = 64,
 ) -> int:
-    """Bring files of a run to runs/TAG here, each checked by sha256; run again, it goes on."""
+    """Bring the files of a run to runs/TAG, each checked by sha256.
+
+    Run again after a break, it goes on.
+    """
     from dflashctl.operations.pull import PullRequest
     from dflashctl.operations.pull import pull as bring
     from dflashctl.render.counter import byte_counter
@@ -145,7 +154,7 @@ def register(app: typer.Typer) -> None:
     """Add the observing verbs to ``app``."""
     for verb in (watch, logs, status, pull):
         app.command(cls=Verb)(verb)
-    runs = typer.Typer(cls=Verbs, help="The runs that are known.", no_args_is_help=True)
+    runs = typer.Typer(cls=Verbs, help="List the runs that are known.", no_args_is_help=True)
     runs.command("list", cls=Verb)(list_runs)
     app.add_typer(runs, name="runs")
 

@@ -19,7 +19,7 @@ def register(app: typer.Typer) -> None:
         cls=Verbs,
         no_args_is_help=True,
         rich_markup_mode=None,
-        help="A look-alike Proxmox site on this machine, to try things and break them.",
+        help="A look-alike Proxmox site on this machine, to try and break.",
     )
     for verb in (up, down, status, hosts, fault):
         lab.command(verb.__name__, cls=Verb)(verb)
@@ -42,7 +42,7 @@ def up(
         list[Path] | None, typer.Option(metavar="DIR", help="to show read-only; repeatable")
     ] = None,
 ) -> None:
-    """Start the site: real sshd, real LXC containers, stand-in pct and nvidia-smi."""
+    """Start the site: real sshd and LXC, stand-in pct and nvidia-smi."""
     from dataclasses import replace
 
     from dflashctl.lab.interpreter import python_paths
@@ -109,7 +109,10 @@ def fault(
     value: Annotated[str, typer.Argument(metavar="[VALUE]")] = "",
     state: State = DEFAULT_STATE,
 ) -> None:
-    """Break something ("none" mends all of a host); without arguments, list the faults."""
+    """Break something; without arguments, list the faults.
+
+    The fault "none" mends all of a host.
+    """
     from dflashctl.errors import UsageError
     from dflashctl.lab.faults import describe_faults
     from dflashctl.lab.site import Lab
@@ -126,7 +129,7 @@ def run(
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...")],
     state: State = DEFAULT_STATE,
 ) -> None:
-    """Run a command on the lab's own network, where hosts have their real addresses."""
+    """Run a command on the lab's network, with its real addresses."""
     from dflashctl.lab.site import Lab
 
     argv = Lab(state).lan_command(command)
@@ -149,7 +152,7 @@ def demo(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="training settings")
     ] = None,
 ) -> None:
-    """Walk the whole road on this machine: site, deploy, train, stop, resume, measure."""
+    """Walk the whole road on this machine: train, resume, measure."""
     from dflashctl.demo.orchestrate import DemoOptions, run_demo
     from dflashctl.errors import UsageError
 

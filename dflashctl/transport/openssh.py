@@ -196,7 +196,7 @@ def connection_error(stderr: str, host: Host) -> DflashctlError:
         return ConfigurationError(
             f"ssh cannot read its configuration: {last}",
             place=place,
-            hint=f"try: ssh -G {host.address}",
+            hint=f"try: {host.ssh_line} -G",
         )
     code = NO_GREETING if "kex_exchange_identification" in stderr else None
     return UnreachableError(last, place=place, hint=try_it, code=code)

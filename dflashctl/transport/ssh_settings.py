@@ -8,6 +8,7 @@ import functools
 import getpass
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -121,7 +122,7 @@ def _lookup(
         raise ConfigurationError(
             f"ssh cannot read its configuration: {answer.stderr.strip()}",
             place=place,
-            hint=f"try: ssh -G {address}",
+            hint=f"try: {shlex.join([*argv, address])}",
         )
     found: dict[str, list[str]] = {}
     for line in answer.stdout.splitlines():

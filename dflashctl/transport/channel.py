@@ -8,7 +8,7 @@ drains stderr, one feeds stdin. None can block another, so no full window stops 
 import contextlib
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from dflashctl.errors import UnreachableError
@@ -25,6 +25,7 @@ _GRACE_S = 0.5  # for the last bytes of stderr after the sink had enough
 _LATE_S = 10.0  # for output after the exit status, which sshd may send first
 _OPEN_S = 30.0  # to open a channel, when the command itself has no deadline
 _JOIN_S = 5.0
+_SETTLE_S = 0.5  # for paramiko's reader to notice that the link behind a closed channel is gone
 
 
 class ChannelRun:
@@ -53,14 +54,17 @@ class ChannelRun:
                 thread.start()
             self._read(channel, sink, threads[1])
         finally:
-            channel.close()
+            with self._closing_a_broken_link():
+                channel.close()
             for thread in threads:
                 thread.join(_JOIN_S)
         if self._feed_error is not None:
             raise self._feed_error
         status = channel.exit_status if channel.exit_status_ready() else -1
-        if status < 0 and not self._link.is_active():
-            raise self._lost()
+        if status < 0:
+            self._link.join(_SETTLE_S)  # its channels close a moment before it says it is down
+            if not self._link.is_active():
+                raise self._lost()
         return Finished(status if status >= 0 else None, bytes(self._stderr))
 
     def _start(self, line: str) -> "paramiko.Channel":
@@ -117,18 +121,40 @@ class ChannelRun:
                 return
             self._limits.check()
 
-    @staticmethod
-    def _receive(channel: "paramiko.Channel") -> bytes | None:
+    @contextlib.contextmanager
+    def _closing_a_broken_link(self) -> Iterator[None]:
+        """Pass over the errors of a closed channel, and close a link that can send no more.
+
+        Every call on a channel may send (recv opens the window) and then raises EOFError or
+        SSHException; the link itself goes on reading until the kernel says the same. A closed
+        channel alone is an OSError. TimeoutError, the tick of a call, is raised on.
+        """
+        import paramiko
+
+        try:
+            yield
+        except TimeoutError:
+            raise
+        except OSError:
+            pass
+        except (EOFError, paramiko.SSHException):
+            self._link.close()
+
+    def _receive(self, channel: "paramiko.Channel") -> bytes | None:
         """Return bytes, b"" at the end, or None when nothing came within a tick."""
         try:
-            return channel.recv(_CHUNK_BYTES)
+            with self._closing_a_broken_link():
+                return channel.recv(_CHUNK_BYTES)
         except TimeoutError:
             return None
+        return b""
 
     def _drain_stderr(self, channel: "paramiko.Channel") -> None:
         while True:
+            chunk = b""
             try:
-                chunk = channel.recv_stderr(_CHUNK_BYTES)
+                with self._closing_a_broken_link():
+                    chunk = channel.recv_stderr(_CHUNK_BYTES)
             except TimeoutError:
                 if channel.closed:
                     return
@@ -144,19 +170,19 @@ class ChannelRun:
             for block in stdin:
                 if not self._send(channel, memoryview(block)):
                     return  # the command takes no more; how it ends says why
-            with contextlib.suppress(OSError):  # closed meanwhile
+            with self._closing_a_broken_link():
                 channel.shutdown_write()
         except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
             self._feed_error = error
 
     def _send(self, channel: "paramiko.Channel", block: memoryview) -> bool:
         while block:
+            num_sent = 0
             try:
-                num_sent = channel.send(bytes(block[:_PACKET_BYTES]))
+                with self._closing_a_broken_link():
+                    num_sent = channel.send(bytes(block[:_PACKET_BYTES]))
             except TimeoutError:
                 continue
-            except OSError:
-                return False
             if num_sent == 0:
                 return False
             self._limits.touch()

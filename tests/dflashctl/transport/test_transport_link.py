@@ -2,16 +2,18 @@
 
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
 
 from dflashctl.errors import StateUnknownError, UnreachableError
 from dflashctl.transport import Script, Transport, run_script, stream_script
+from dflashctl.transport.base import EnoughRead
 from dflashctl.transport.fabric_ssh import FabricTransport
 
 if TYPE_CHECKING:
@@ -34,6 +36,74 @@ def test_connection_killed_under_a_script_leaves_the_state_unknown(
         stream_script(way, Script("echo begun; sleep 20", what="launch"), cut)
     assert "launch" in caught.value.message
     assert time.monotonic() - started_s < 5
+
+
+class _OneWaySocket:
+    """A socket whose peer is gone for what is sent, while nothing says so to the reader yet.
+
+    For a moment every cut link is in this state; here it lasts.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self.broken = False
+
+    def send(self, data: bytes) -> int:
+        if self.broken:
+            raise BrokenPipeError(32, "Broken pipe")
+        return self._sock.send(data)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._sock, name)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "echo begun; sleep 20",  # found when the channel is closed
+        "echo begun; head -c 40000000 /dev/zero; sleep 20",  # when its window is opened
+        "echo begun; cat >/dev/null; sleep 20",  # when more is sent
+    ],
+)
+def test_link_that_takes_no_more_bytes_is_lost_and_not_a_traceback(
+    own_server: "SshServer", open_way: OpenWay, line: str
+) -> None:
+    way = open_way(FabricTransport(own_server.host(), alive_interval_s=1.0))
+    link = way._link  # type: ignore[attr-defined]
+    sock = _OneWaySocket(link.sock)
+    link.packetizer._Packetizer__socket = sock
+    begun = threading.Event()
+
+    def blocks() -> Iterator[bytes]:
+        yield b"first"
+        begun.wait(10)
+        yield bytes(1 << 20)
+
+    def cut(_chunk: bytes) -> None:
+        sock.broken = True
+        begun.set()
+
+    started_s = time.monotonic()
+    with pytest.raises(UnreachableError) as caught:
+        way.execute(["sh", "-c", line], blocks(), cut, 30.0)
+    assert caught.value.code == "link-lost"
+    assert time.monotonic() - started_s < 15
+
+
+def test_link_that_breaks_while_the_channel_is_closed_is_lost(
+    own_server: "SshServer", open_way: OpenWay
+) -> None:
+    way = open_way(FabricTransport(own_server.host()))
+    sock = _OneWaySocket(way._link.sock)  # type: ignore[attr-defined]
+    way._link.packetizer._Packetizer__socket = sock  # type: ignore[attr-defined]
+
+    def enough(_chunk: bytes) -> None:
+        sock.broken = True
+        raise EnoughRead
+
+    with pytest.raises(UnreachableError) as caught:
+        way.execute(["sh", "-c", "echo begun; sleep 20"], [], enough, 30.0)
+    assert caught.value.code == "link-lost"
 
 
 def test_connection_killed_between_two_commands_is_unreachable_or_made_anew(

@@ -16,6 +16,7 @@ class TrainerExit(IntEnum):
     FINISHED = 0
     FAILED = 1
     CONFIG = 2
+    FAULTS = 7  # a check or the doctor found what would spoil the run
     STOPPED = 10  # asked to stop by a signal, and the checkpoint was written
 
 

@@ -220,7 +220,10 @@ def stop_run(
 
 @dataclass(frozen=True)
 class TrainerCommand:
-    """A command of the trainer run in the foreground of a run directory."""
+    """A command of the trainer run in the foreground of a run directory.
+
+    accepted: exit statuses that are an answer, for the caller to read.
+    """
 
     run_dir: str
     argv: Sequence[str]
@@ -228,6 +231,7 @@ class TrainerCommand:
     lock: str | None = None
     silence_s: float | None = 3600.0
     python: str = "python3"
+    accepted: tuple[int, ...] = (0,)
 
 
 def run_trainer(
@@ -249,6 +253,8 @@ def run_trainer(
     program = Program("enter", arguments, payload, command.silence_s, command.python)
     result = stream_script(transport, program.script(), on_output)
     what, place = command.argv[0], transport.place
+    if result.rc in command.accepted:
+        return result
     if result.rc == _LOCK_HELD:
         text = f"another {what} is at work with the same cache"
         raise RefusedError(text, hint="wait for its end", place=place, code="locked")

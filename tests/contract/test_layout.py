@@ -46,7 +46,7 @@ def test_files_of_a_run_lie_where_the_contract_says() -> None:
     workspace = Workspace.at("/workspace")
     run = workspace.run("fresh7")
     root = PurePosixPath("/workspace/runs/fresh7")
-    assert (workspace.release("ab"), workspace.cache("k"), workspace.warmup("k")) == (
+    assert (workspace.release("ab"), workspace.cache("k"), workspace.rehearsal("warmup", "k")) == (
         PurePosixPath("/workspace/releases/ab"),
         PurePosixPath("/workspace/cache/k"),
         PurePosixPath("/workspace/warmup/k"),

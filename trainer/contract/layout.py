@@ -2,7 +2,7 @@
 
 WORKSPACE/releases/DIGEST/trainer/    immutable code
 WORKSPACE/cache/KEY/                  compile caches, one per release, torch and device kind
-WORKSPACE/warmup/KEY/                 manifest of the warm-up that filled a cache
+WORKSPACE/warmup/KEY/                 manifest of a warm-up, by its cache; check/, doctor/ alike
 WORKSPACE/runs/TAG/                   one run, see RunLayout
 """
 
@@ -65,9 +65,9 @@ class Workspace:
         """Directory of the compile caches for ``key``."""
         return self.root / "cache" / key
 
-    def warmup(self, key: str) -> PurePosixPath:
-        """Directory that holds the manifest of the warm-up of the cache ``key``."""
-        return self.root / "warmup" / key
+    def rehearsal(self, command: str, key: str) -> PurePosixPath:
+        """Directory of a command (warmup, check, doctor) staged for the cache ``key``."""
+        return self.root / command / key
 
     def run(self, tag: str) -> "RunLayout":
         """Return the layout of the run ``tag``; raises TagError."""

@@ -10,6 +10,7 @@ import math
 import types
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import PurePosixPath
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from trainer.contract.errors import ConfigError
@@ -18,6 +19,8 @@ _MAX_EPOCHS = 1e6  # without max_steps every epoch is laid out once, to count it
 _MAX_CPU_THREADS = 256  # torch starts them all at once; a typo would starve the machine
 # Published with the method for these block sizes; others must be set (arXiv 2602.06036).
 _POSITION_DECAY = {8: 4.0, 10: 5.0, 16: 7.0}
+VARIANTS = ("dflash", "dflash2", "domino")  # each a module of trainer.model.variants
+LOSSES = ("decay", "dpace")
 
 
 @dataclass(frozen=True)
@@ -59,8 +62,13 @@ class DraftModelConfig:
     target_layer_ids: 0-based layers whose output is tapped; None applies the published formula to
     num_taps. mask_token_id: an embedding row that never occurs in data. layer_types: per layer
     full_attention or sliding_attention; None is full everywhere. causal: True lets a slot see only
-    itself and earlier slots of its block. normalise_taps: divide each tap by its own RMS, measured
-    once on the first samples; folded into fc on export.
+    itself and earlier slots of its block; engines run sliding layers so in any case, unless
+    sliding_window_non_causal says otherwise. normalise_taps: divide each tap by its own RMS,
+    measured once on the first samples; folded into fc on export.
+
+    variant: dflash; dflash2 (conv_group_size: channels that share a kernel; selector_rank and
+    selector_top_k: width of the codebooks, candidates of a slot); domino (gru_hidden_dim: state
+    over the block's earlier tokens; emb_dim: rank of the correction of the logits).
     """
 
     num_draft_layers: int = 5
@@ -75,21 +83,35 @@ class DraftModelConfig:
     layer_types: tuple[str, ...] | None = None
     sliding_window: int | None = None
     causal: bool = False
+    sliding_window_non_causal: bool = False
     normalise_taps: bool = False
     dtype: str = "bfloat16"
+    variant: str = "dflash"
+    conv_group_size: int = 16
+    selector_rank: int = 256
+    selector_top_k: int = 16
+    gru_hidden_dim: int = 1024
+    emb_dim: int = 256
 
 
 @dataclass(frozen=True)
 class LossConfig:
-    """Decayed cross-entropy.
+    """Weighted cross-entropy of the drafted slots.
 
-    position_decay: gamma of exp(-(k - 1) / gamma); None takes the published value of the block
-    size. head_sample: 0 uses the whole head; n uses the rows of the batch's labels and n random
-    ones (training only, evaluation always uses the whole head). chunk_rows: rows of logits that
-    exist at one time.
+    name: decay weighs slot k by exp(-(k - 1) / position_decay), where None takes the published
+    value of the block size; dpace weighs it by the draft's own confidence in the slots up to it,
+    smoothed by dpace_alpha (arXiv 2605.18810). selector_weight: share of dflash2's selector loss.
+    base_decay_frac: part of the steps over which domino's weight of the uncorrected logits falls
+    from 1 to 0. head_sample: 0 uses the whole head; n uses the rows of the batch's labels and n
+    random ones (training only, evaluation always uses the whole head). chunk_rows: rows of logits
+    that exist at one time.
     """
 
+    name: str = "decay"
     position_decay: float | None = None
+    dpace_alpha: float = 0.5
+    selector_weight: float = 1.0
+    base_decay_frac: float = 0.5
     head_sample: int = 0
     chunk_rows: int = 2048
 
@@ -99,6 +121,7 @@ class OptimConfig:
     """Optimiser and schedule: cosine from lr to lr * min_lr_frac after a linear warm-up.
 
     name: adamw, or muon for the matrices of the layers with adamw (adamw_lr) for the rest.
+    ema_decay: of an fp32 average of the weights, kept beside them (0.999, say); None keeps none.
     """
 
     name: str = "adamw"
@@ -112,6 +135,7 @@ class OptimConfig:
     grad_accumulation: int = 1
     epochs: float = 6.0
     max_steps: int | None = None
+    ema_decay: float | None = None
 
 
 @dataclass(frozen=True)
@@ -130,13 +154,31 @@ class CompileConfig:
 
 
 @dataclass(frozen=True)
+class EvaluationConfig:
+    """Greedy speculative decoding of held-out prompts while the run trains.
+
+    every_steps: None never does it; the last step is then measured as well. prompts: JSONL files of
+    chats in the container by the name of the data set; one path alone is named after its file.
+    num_prompts: of each data set, the first ones. The checkpoint with the best acceptance length
+    is kept beside the newest.
+    """
+
+    every_steps: int | None = None
+    prompts: dict[str, str] = field(default_factory=dict)
+    num_prompts: int = 32
+    max_new_tokens: int = 128
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """How the process behaves.
 
     device: cuda, or cpu (every GPU role then becomes a thread on the CPU). queue_depth: batches of
     hidden states between target and drafter threads. cpu_threads: intra-op threads of each worker
     on a CPU, None leaves torch's choice. checkpoint_every_steps and keep_checkpoints rotate;
-    log_every_steps sets how often a step event is written.
+    log_every_steps sets how often a step event is written. export_weights: what the export at the
+    end holds, the last weights (raw), their average (ema) or the best measured (best). log_samples:
+    write which samples each step trained on to samples.jsonl.
     """
 
     device: str = "cuda"
@@ -146,6 +188,8 @@ class RunConfig:
     keep_checkpoints: int = 3
     log_every_steps: int = 1
     export_at_end: bool = True
+    export_weights: str = "raw"
+    log_samples: bool = False
 
 
 @dataclass(frozen=True)
@@ -158,12 +202,15 @@ class TrainConfig:
     loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     run: RunConfig = field(default_factory=RunConfig)
     seed: int = 0
 
     @property
     def position_decay(self) -> float:
-        """Gamma of the loss, from the configuration or the published table."""
+        """Gamma of the decay loss, from the configuration or the published table; else inf."""
+        if self.loss.name != "decay":
+            return math.inf
         chosen = self.loss.position_decay
         return _POSITION_DECAY[self.draft.block_size] if chosen is None else chosen
 
@@ -221,6 +268,8 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         if value is None:
             return None
         hint = next(h for h in get_args(hint) if h is not type(None))
+    if get_origin(hint) is dict:
+        return _paths(value, path)
     if get_origin(hint) is tuple:
         if not isinstance(value, list | tuple):
             raise ConfigError(f"{path}: expected a list, got {value!r}")
@@ -240,6 +289,18 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
     return value
 
 
+def _paths(value: Any, path: str) -> dict[str, str]:
+    """Return files by name; a single path is named after its file."""
+    if isinstance(value, str):
+        return {PurePosixPath(value).stem: value} if value else {}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{path}: expected a path, or paths by name, got {value!r}")
+    for name, file in value.items():
+        if not isinstance(name, str) or not isinstance(file, str) or not (name and file):
+            raise ConfigError(f"{path}.{name}: expected a path, got {file!r}")
+    return dict(value)
+
+
 _Rule = tuple[bool, str, Any, str]  # whether it holds, the key, what was found, what is expected
 
 
@@ -250,6 +311,7 @@ def _check(config: TrainConfig) -> None:
         *_draft_rules(config.draft, config.loss),
         *_optim_rules(config.optim),
         *_run_rules(config.run, config.compile),
+        *_evaluation_rules(config.evaluation),
         (0 <= config.seed < 1 << 63, "seed", config.seed, "0 to 2**63 - 1"),
     ]
     for good, key, found, expected in rules:
@@ -296,9 +358,22 @@ def _draft_rules(draft: DraftModelConfig, loss: LossConfig) -> list[_Rule]:
         _at_least("draft.num_key_value_heads", draft.num_key_value_heads, 1),
         _at_least("draft.head_dim", draft.head_dim, 1),
         _at_least("draft.sliding_window", draft.sliding_window, 1),
+        _at_least("draft.conv_group_size", draft.conv_group_size, 1),
+        _at_least("draft.selector_rank", draft.selector_rank, 1),
+        _at_least("draft.selector_top_k", draft.selector_top_k, 1),
+        _at_least("draft.gru_hidden_dim", draft.gru_hidden_dim, 1),
+        _at_least("draft.emb_dim", draft.emb_dim, 1),
         _at_least("loss.head_sample", loss.head_sample, 0),
         _at_least("loss.chunk_rows", loss.chunk_rows, 1),
         _positive("loss.position_decay", loss.position_decay),
+        (0 <= loss.dpace_alpha <= 1, "loss.dpace_alpha", loss.dpace_alpha, "0 to 1"),
+        _at_least("loss.selector_weight", loss.selector_weight, 0),
+        (
+            0 < loss.base_decay_frac <= 1,
+            "loss.base_decay_frac",
+            loss.base_decay_frac,
+            "above 0, to 1",
+        ),
     ]
 
 
@@ -319,6 +394,12 @@ def _optim_rules(optim: OptimConfig) -> list[_Rule]:
             f"above 0, to {_MAX_EPOCHS:g}",
         ),
         _at_least("optim.max_steps", optim.max_steps, 1),
+        (
+            optim.ema_decay is None or 0 < optim.ema_decay < 1,
+            "optim.ema_decay",
+            optim.ema_decay,
+            "above 0, below 1",
+        ),
     ]
 
 
@@ -340,24 +421,49 @@ def _run_rules(run: RunConfig, compilation: CompileConfig) -> list[_Rule]:
     ]
 
 
+def _evaluation_rules(evaluation: EvaluationConfig) -> list[_Rule]:
+    return [
+        _at_least("evaluation.every_steps", evaluation.every_steps, 1),
+        _at_least("evaluation.num_prompts", evaluation.num_prompts, 1),
+        _at_least("evaluation.max_new_tokens", evaluation.max_new_tokens, 2),
+        (
+            evaluation.every_steps is None or bool(evaluation.prompts),
+            "evaluation.prompts",
+            evaluation.prompts,
+            "JSONL files of held-out chats, as evaluation.every_steps is set",
+        ),
+    ]
+
+
 def _check_choices(config: TrainConfig) -> None:
     dtypes = ("float32", "bfloat16")  # float16 overflows in the fused features
     choices: list[tuple[str, str, tuple[str, ...]]] = [
         ("target.dtype", config.target.dtype, dtypes),
         ("draft.dtype", config.draft.dtype, dtypes),
+        ("draft.variant", config.draft.variant, VARIANTS),
+        ("loss.name", config.loss.name, LOSSES),
         ("optim.name", config.optim.name, ("adamw", "muon")),
         ("run.device", config.run.device, ("cuda", "cpu")),
         ("compile.mode", config.compile.mode, ("auto", "on", "off")),
         ("compile.gate", config.compile.gate, ("on", "off")),
+        ("run.export_weights", config.run.export_weights, ("raw", "ema", "best")),
     ]
     for key, found, allowed in choices:
         if found not in allowed:
             raise ConfigError(f"{key}: expected one of {', '.join(allowed)}, got {found!r}")
+    needs = {
+        "ema": ("optim.ema_decay", config.optim.ema_decay),
+        "best": ("evaluation.every_steps", config.evaluation.every_steps),
+    }
+    needed, value = needs.get(config.run.export_weights, ("", 0))
+    if value is None:
+        raise ConfigError(f"run.export_weights: {config.run.export_weights} needs {needed}; set it")
 
 
 def _check_draft(config: TrainConfig) -> None:
     draft = config.draft
-    if config.loss.position_decay is None and draft.block_size not in _POSITION_DECAY:
+    decays = config.loss.name == "decay" and config.loss.position_decay is None
+    if decays and draft.block_size not in _POSITION_DECAY:
         raise ConfigError(
             "loss.position_decay: no published value for draft.block_size"
             f" {draft.block_size} (there is one for 8, 10 and 16); set it"
@@ -373,6 +479,10 @@ def _check_draft(config: TrainConfig) -> None:
                 raise ConfigError(f"draft.layer_types: unknown kind {kind!r}")
         if "sliding_attention" in kinds and not draft.sliding_window:
             raise ConfigError("draft.sliding_window: needed by a sliding_attention layer")
+    if draft.causal and draft.sliding_window_non_causal:
+        raise ConfigError(
+            "draft.sliding_window_non_causal: draft.causal makes every layer causal; set one"
+        )
     ids = draft.target_layer_ids
     if ids is not None and (list(ids) != sorted(set(ids)) or not ids or ids[0] < 0):
         raise ConfigError(f"draft.target_layer_ids: expected ascending layer numbers, got {ids}")

@@ -23,3 +23,7 @@ class TagError(ContractError):
 
 class CompletionError(ContractError):
     """A checkpoint directory is not complete, or differs from its COMPLETE.json."""
+
+
+class EvaluationsError(ContractError):
+    """evaluations.json of a run is damaged, or was written by a newer major version."""

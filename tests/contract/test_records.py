@@ -134,4 +134,4 @@ def test_contract_is_importable_without_site_packages_and_loads_the_library_alon
     argv = [sys.executable, "-I", "-S", "-c", code]
     done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=20)
     assert done.stdout.strip() == "[] []"
-    assert len(names) == 9
+    assert len(names) >= 9

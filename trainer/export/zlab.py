@@ -1,28 +1,30 @@
-"""Write and read a draft in the z-lab layout that serving engines load.
+"""The z-lab layout: what SGLang, vLLM, MLX, TensorRT-LLM and llama.cpp's converter read.
 
-A directory with config.json and model.safetensors: 3 + 11 * L tensors without prefix; embedding
-and head stay with the target. The directory appears whole or not at all.
+3 + 11 * L tensors without prefix; embedding and head stay with the target. Id l of
+target_layer_ids is the output of the 0-based layer l; slot 0 of a block is the anchor.
 """
 
-import json
-import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from trainer.contract.config import TargetConfig
-from trainer.contract.durable import sync
 from trainer.errors import CheckpointError
+from trainer.export.files import (
+    CONFIG,
+    MAX_SHARD_BYTES,
+    Problem,
+    TensorFiles,
+    read_json,
+    refuse_other,
+    write_directory,
+)
 from trainer.model.attention import Attention
 from trainer.model.draft import DraftConfig, DraftModel
-from trainer.model.masks import SLIDING
-
-CONFIG = "config.json"
-WEIGHTS = "model.safetensors"
+from trainer.model.masks import FULL, SLIDING
 
 
 def tensor_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
@@ -68,9 +70,11 @@ def export_config(config: DraftConfig, target: TargetConfig | None = None) -> di
         "mask_token_id": config.mask_token_id,
         "target_layer_ids": list(config.target_layer_ids),
         "block_size": config.block_size,
-        "causal": config.causal,
     }
     sliding = SLIDING in config.layer_types
+    causal = causality(config)
+    if causal is not None:
+        method["causal"] = causal
     if sliding:
         method |= {"use_swa": True, "swa_window_size": config.sliding_window}
     described = (
@@ -104,6 +108,7 @@ def export_config(config: DraftConfig, target: TargetConfig | None = None) -> di
         "sliding_window": config.sliding_window if sliding else None,
         "use_sliding_window": sliding,
         "max_window_layers": config.num_draft_layers,
+        **({} if causal is None else {"is_causal": causal}),
         "dtype": config.dtype,
         "num_target_layers": config.num_target_layers,
         "block_size": config.block_size,
@@ -112,25 +117,50 @@ def export_config(config: DraftConfig, target: TargetConfig | None = None) -> di
     }
 
 
-def export_draft(draft: DraftModel, path: str | Path, target: TargetConfig | None = None) -> None:
+def causality(config: DraftConfig) -> bool | None:
+    """Return what every layer does inside a block; None when each follows its own kind.
+
+    Engines read one flag for all layers (top-level is_causal: SGLang, MLX, vLLM; dflash_config's
+    causal: vLLM) and without it run sliding layers causally and full ones not. So the flag is left
+    out exactly where that is what was trained: ``causal: false`` beside causal sliding layers
+    would be served as another network.
+    """
+    causal = {rule.causal for rule in config.rules.values()}
+    if len(causal) > 1:
+        return None
+    only = causal.pop()
+    return None if only and set(config.layer_types) == {SLIDING} else only
+
+
+def block_causality(raw: Mapping[str, Any]) -> dict[str, bool]:
+    """Return, for each layer type that occurs, whether a config.json makes it causal in a block."""
+    kinds = raw.get("layer_types") or [FULL]
+    told = raw.get("is_causal")
+    if told is None:
+        told = raw["dflash_config"].get("causal")
+    return {kind: kind == SLIDING if told is None else bool(told) for kind in kinds}
+
+
+def export_draft(
+    draft: DraftModel,
+    path: str | Path,
+    target: TargetConfig | None = None,
+    *,
+    card: str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
     """Write the draft to directory ``path``, replacing an export that is there.
 
-    Raises: CheckpointError when ``path`` exists and is no export, or a weight is not finite.
+    ``card`` becomes README.md. Raises: CheckpointError when ``path`` exists and is no export, or a
+    weight is not finite.
     """
     directory = Path(path)
-    if directory.exists() and any(directory.iterdir()) and not (directory / CONFIG).is_file():
-        raise CheckpointError(f"{directory} exists and is not an export; choose another directory")
+    refuse_other(directory)
     tensors = export_tensors(draft)
-    _check_tensors(tensors, draft.config, str(directory))
-    partial = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
-    text = json.dumps(export_config(draft.config, target), indent=2) + "\n"
-    (partial / CONFIG).write_text(text)
-    for name in (WEIGHTS, CONFIG, "."):
-        sync(partial / name)
-    _swap(partial, directory)
+    wanted, dtype = tensor_shapes(draft.config), draft.config.dtype
+    refuse(tensor_problems(tensors, wanted, dtype), str(directory))
+    config = export_config(draft.config, target)
+    write_directory(directory, tensors, config, card=card, max_shard_bytes=max_shard_bytes)
 
 
 def load_export(path: str | Path, *, attention: Attention | None = None) -> DraftModel:
@@ -139,23 +169,25 @@ def load_export(path: str | Path, *, attention: Attention | None = None) -> Draf
     Raises: CheckpointError naming the file and the key, tensor or shape that does not fit.
     """
     directory = Path(path)
-    config = _read_config(directory / CONFIG)
-    try:
-        tensors = load_file(directory / WEIGHTS)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{directory / WEIGHTS} cannot be read: {error}") from error
-    _check_tensors(tensors, config, str(directory / WEIGHTS))
+    where = directory / CONFIG
+    config = draft_config(read_json(where), where)
+    config.check()
+    tensors = TensorFiles(directory).read_all()
+    refuse(tensor_problems(tensors, tensor_shapes(config), config.dtype), str(directory))
     draft = DraftModel(config, attention=attention)
     draft.load_state_dict(tensors, strict=False)  # tap_scale is 1: the scales are in fc
     return draft
 
 
-def _read_config(path: Path) -> DraftConfig:
+def draft_config(raw: Mapping[str, Any], where: Path) -> DraftConfig:
+    """Return the draft that a config.json describes; ``check`` it before use.
+
+    Raises: CheckpointError naming ``where`` and the key that is missing or of another kind.
+    """
     try:
-        raw = json.loads(path.read_text())
-        method = raw["dflash_config"]
+        method, causal = raw["dflash_config"], block_causality(raw)
         theta = raw.get("rope_theta") or raw["rope_parameters"]["rope_theta"]
-        config = DraftConfig(
+        return DraftConfig(
             hidden_size=raw["hidden_size"],
             intermediate_size=raw["intermediate_size"],
             num_draft_layers=raw["num_hidden_layers"],
@@ -163,7 +195,7 @@ def _read_config(path: Path) -> DraftConfig:
             num_key_value_heads=raw["num_key_value_heads"],
             head_dim=raw["head_dim"],
             rms_norm_eps=raw["rms_norm_eps"],
-            rope_theta=theta,
+            rope_theta=float(theta),
             max_position_embeddings=raw["max_position_embeddings"],
             vocab_size=raw["vocab_size"],
             block_size=method.get("block_size") or raw["block_size"],
@@ -172,42 +204,47 @@ def _read_config(path: Path) -> DraftConfig:
             num_target_layers=raw["num_target_layers"],
             layer_types=tuple(raw["layer_types"]),
             sliding_window=raw.get("sliding_window"),
-            causal=bool(method.get("causal")),
-            dtype=raw["dtype"],
+            causal=causal.get(FULL, False),
+            dtype=raw.get("dtype") or raw["torch_dtype"],
         )
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except KeyError as error:
-        raise CheckpointError(f"{path}: no key {error}; is it a DFlash export?") from error
+        raise CheckpointError(f"{where}: no key {error}; is it a DFlash export?") from error
     except (ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: not a DFlash configuration ({error})") from error
-    config.check()
-    return config
+        raise CheckpointError(f"{where}: not a DFlash configuration ({error})") from error
 
 
-def _check_tensors(tensors: dict[str, Tensor], config: DraftConfig, where: str) -> None:
-    wanted, dtype = tensor_shapes(config), getattr(torch, config.dtype)
-    missing, extra = sorted(wanted.keys() - tensors), sorted(tensors.keys() - wanted)
-    faults = [f"{len(missing)} tensors missing, first {missing[0]}"] if missing else []
-    faults += [f"{len(extra)} unknown tensors, first {extra[0]}"] if extra else []
+def tensor_problems(
+    tensors: Mapping[str, Tensor], wanted: Mapping[str, tuple[int, ...]], dtype: str
+) -> list[Problem]:
+    """Return what keeps tensors from being ``wanted``: names, shapes, dtype, NaN and infinity."""
+    problems = name_problems(tensors, wanted)
     for name in sorted(wanted.keys() & tensors):
-        tensor = tensors[name]
-        if tuple(tensor.shape) != wanted[name]:
-            faults.append(f"{name} is {list(tensor.shape)}, expected {list(wanted[name])}")
-        elif tensor.dtype != dtype:
-            faults.append(f"{name} is {tensor.dtype}, the configuration says {config.dtype}")
-        elif not bool(torch.isfinite(tensor).all()):
-            faults.append(f"{name} holds NaN or infinity")
-    if faults:
-        raise CheckpointError(f"{where}: {'; '.join(faults[:5])}")
+        found = tensor_problem(tensors[name], wanted[name], dtype)
+        problems += [Problem(name, found)] if found else []
+    return problems
 
 
-def _swap(new: Path, place: Path) -> None:
-    """Put ``new`` at ``place``; a kill leaves the old export, the new one, or neither in part."""
-    old = place.with_name(f".{place.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if place.exists():
-        place.rename(old)
-    new.rename(place)
-    sync(place.parent)
-    shutil.rmtree(old, ignore_errors=True)
+def name_problems(names: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[Problem]:
+    """Return missing and unknown tensors, one line each kind."""
+    missing, extra = sorted(wanted.keys() - names), sorted(names.keys() - wanted)
+    told = [(missing, "missing"), (extra, "unknown")]
+    return [
+        Problem(found[0], f"{len(found)} {kind} tensors, this is the first")
+        for found, kind in told
+        if found
+    ]
+
+
+def tensor_problem(tensor: Tensor, shape: tuple[int, ...], dtype: str) -> str | None:
+    """Return what is wrong with one tensor, None when it is as wanted."""
+    if tuple(tensor.shape) != shape:
+        return f"is {list(tensor.shape)}, expected {list(shape)}"
+    if str(tensor.dtype) != f"torch.{dtype}":
+        return f"is {tensor.dtype}, the configuration says {dtype}"
+    return None if bool(torch.isfinite(tensor).all()) else "holds NaN or infinity"
+
+
+def refuse(problems: list[Problem], where: str) -> None:
+    """Raise CheckpointError with the first problems, if there is one."""
+    if problems:
+        raise CheckpointError(f"{where}: {'; '.join(str(one) for one in problems[:5])}")

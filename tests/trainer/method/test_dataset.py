@@ -92,7 +92,7 @@ def test_bad_lines_are_counted_with_line_and_reason(tmp_path: Path, byte_tokeniz
     assert dataset.num_bad == 5
     assert told[0].startswith("line 1: not JSON")
     assert told[1:] == [
-        'line 4: no list "messages"',
+        'line 4: no list "messages" or "conversations"',
         'line 5: message 0 has no text "role" and "content"',
         "line 6: no assistant message",
         "line 7: fewer than 2 answer tokens within max_length 200",

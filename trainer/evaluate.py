@@ -27,7 +27,6 @@ from trainer.model.target import FrozenHead, Target
 # forward of one token and one of a block sum in another order and may then choose differently.
 NEAR_TIE_ROUNDINGS = 4
 NUM_RESAMPLES = 2000
-HEAD_CHUNK_ROWS = 1024
 
 Progress = Callable[[str, int, int], None]
 
@@ -265,7 +264,7 @@ def _propose(draft: DraftModel, head: FrozenHead, cache: Any, token: int) -> Ten
     block = torch.full((1, size), draft.config.mask_token_id, device=head.embedding.device)
     block[0, 0] = token
     hidden = draft.draft_block(cache, F.embedding(block, head.embedding), cache.length)
-    block[0, 1:] = (hidden[0, 1:] @ head.lm_head.t()).argmax(-1)
+    block[:, 1:] = draft.choose(head, hidden, block[:, 0])
     return block
 
 
@@ -393,11 +392,9 @@ def _accepted_everywhere(
         where.view(1, -1),
         draft.attention.masks(layout, draft.config.rules),
     )
-    rows = hidden.view(-1, size, hidden.shape[-1])[:, 1:].flatten(0, 1)
-    chunks = rows.split(HEAD_CHUNK_ROWS)
-    guess = torch.cat([(chunk @ head.lm_head.t()).argmax(-1) for chunk in chunks])
+    guess = draft.choose(head, hidden.view(-1, size, hidden.shape[-1]), blocks[:, 0])
     truth = ids[where[:, 1:].clamp(max=len(ids) - 1)]
-    right = (guess.view(truth.shape) == truth) & (where[:, 1:] < len(ids))
+    right = (guess == truth) & (where[:, 1:] < len(ids))
     accepted: list[int] = right.int().cumprod(1).sum(1).tolist()
     return accepted
 

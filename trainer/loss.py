@@ -1,23 +1,22 @@
-"""The loss of a batch: decayed cross-entropy of every drafted slot, as sums.
+"""The loss of a batch: weighted cross-entropy of every drafted slot, as sums.
 
-Sums and not means, because the weight sum that normalises them is that of the global batch. The
-head is frozen, so its gradient with respect to the hidden states is made chunk by chunk in the
-forward and the whole logits never exist.
+Sums and not means, because the weight sum that normalises them is that of the global batch.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from trainer.contract.config import TrainConfig
+from trainer.contract.config import LossConfig, TrainConfig
 from trainer.data.packing import Batch
 from trainer.model.draft import DraftModel
+from trainer.model.head import HeadPass
 from trainer.model.masks import BlockLayout
 from trainer.model.target import FrozenHead
+from trainer.model.variants.variant import BlockRows, HeadRows
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,8 @@ class LossSums:
     loss_sum: differentiable. weight_sum: what the loss is divided by. num_anchors: blocks.
     hits, counts [B - 1]: right guesses and trained slots by position 1..B-1. accepted_sum: leading
     right guesses, teacher-forced, over all blocks. With loss.head_sample a guess is right among
-    the sampled rows only, so accuracies read too high then.
+    the sampled rows only, so accuracies read too high then. figures: of the variant, numerator and
+    denominator [2] by their key in the step event.
     """
 
     loss_sum: Tensor
@@ -36,20 +36,26 @@ class LossSums:
     hits: Tensor
     counts: Tensor
     accepted_sum: Tensor
+    figures: dict[str, Tensor] = field(default_factory=dict)
 
     def detach(self) -> "LossSums":
         """Return the same sums outside the graph."""
-        return LossSums(**{name: value.detach() for name, value in vars(self).items()})
+        plain = {name: value.detach() for name, value in self._sums().items()}
+        return LossSums(**plain, figures={k: v.detach() for k, v in self.figures.items()})
 
     @classmethod
     def total(cls, parts: Sequence["LossSums"]) -> "LossSums":
         """Add micro-batches; all on one device."""
-        return cls(
-            **{
-                name: sum(vars(p)[name] for p in parts[1:]) + vars(parts[0])[name]
-                for name in vars(parts[0])
-            }
-        )
+        total, *others = parts
+        for one in others:
+            theirs = one._sums()
+            plain = {name: value + theirs[name] for name, value in total._sums().items()}
+            figures = {key: value + one.figures[key] for key, value in total.figures.items()}
+            total = cls(**plain, figures=figures)
+        return total
+
+    def _sums(self) -> dict[str, Tensor]:
+        return {name: value for name, value in vars(self).items() if name != "figures"}
 
     @property
     def loss(self) -> float:
@@ -126,41 +132,104 @@ def block_hidden(
 
 
 def draft_loss(
-    draft: DraftModel, head: FrozenHead, batch: Batch, target_hidden: Tensor, config: TrainConfig
+    draft: DraftModel,
+    head: FrozenHead,
+    batch: Batch,
+    target_hidden: Tensor,
+    config: TrainConfig,
+    progress: float = 0.0,
 ) -> LossSums:
     """Return the sums of one micro-batch; everything on the draft's device.
 
-    Shapes: target_hidden [R, S, n * D] as data.packing.place_features lays it.
+    Shapes: target_hidden [R, S, n * D] as data.packing.place_features lays it. ``progress``: share
+    of the run's steps that are done, 0 to below 1.
     """
     size = draft.config.block_size
     targets = block_targets(batch, size, draft.config.mask_token_id, config.position_decay)
     hidden = block_hidden(draft, head.embedding, batch, targets, target_hidden)
+    how = _head_pass(config.loss, size - 1)
+    used = _used_rows(targets.weights, whole_blocks=how.weigh is not None)
+    rows = _block_rows(hidden, targets, used)
+    table, labels = _head_rows(head, rows.labels, rows.weights, config, batch.index)
+    rows = replace(rows, labels=labels)
+    made = draft.variant.loss(draft, rows, table, how, config.loss, progress)
     weights = targets.weights[..., 1:]  # the anchor's own slot never reaches the head
-    rows, labels = hidden[..., 1:, :].flatten(0, 2), targets.labels[..., 1:].flatten()
-    wanted = weights.flatten()
-    used: Tensor | None = None
-    if not rows.is_cuda:  # fewer products; on CUDA the changing shape and the wait cost more
-        used = wanted.nonzero().squeeze(1)
-        rows, labels, wanted = rows[used], labels[used], wanted[used]
-    table, labels = _head_rows(head, labels, wanted, config, batch.index)
-    loss_sum, hit = head_loss(rows, table, labels, wanted, config.loss.chunk_rows)
+    trained, hit = weights > 0, made.hit
     if used is not None:
         hit = torch.zeros(weights.numel(), dtype=torch.bool).index_put((used,), hit)
-    trained = weights > 0
     right = hit.view(weights.shape) & trained
     return LossSums(
-        loss_sum=loss_sum,
-        weight_sum=weights.sum(),
+        loss_sum=made.total,
+        weight_sum=made.weight_sum,
         num_anchors=batch.anchor_keep.sum(),
         hits=right.sum((0, 1)),
         counts=trained.sum((0, 1)),
         accepted_sum=right.int().cumprod(-1).sum(),
+        figures=made.figures,
+    )
+
+
+def _head_pass(loss: LossConfig, block_rows: int) -> HeadPass:
+    """Return how rows go through the head: with fixed weights, or with those of D-PACE."""
+    if loss.name != "dpace":
+        return HeadPass(loss.chunk_rows)
+
+    def weigh(entropy: Tensor, given: Tensor) -> Tensor:
+        blocks = (-1, block_rows)
+        trained = given.view(blocks) > 0
+        return dpace_weights(entropy.view(blocks), trained, loss.dpace_alpha).flatten()
+
+    return HeadPass(loss.chunk_rows, weigh, block_rows)
+
+
+def dpace_weights(entropy: Tensor, trained: Tensor, alpha: float) -> Tensor:
+    """Weigh each slot by how many slots the draft expects to get right from it on.
+
+    weight_j = sum over m >= j of the product over i <= m of (1 - alpha) * exp(-entropy_i) + alpha;
+    slots that are not trained add nothing and lessen no product. Shapes: [K, B - 1] twice ->
+    [K, B - 1]. Source: D-PACE, arXiv 2605.18810.
+    """
+    confidence = (1 - alpha) * torch.exp(-entropy) + alpha
+    reached = torch.where(trained, confidence, 1.0).cumprod(-1) * trained
+    return reached.flip(-1).cumsum(-1).flip(-1) * trained
+
+
+def _used_rows(weights: Tensor, *, whole_blocks: bool) -> Tensor | None:
+    """Return which slots 1.. go to the head; None is all of them.
+
+    Fewer rows are fewer products. On CUDA the changing shape and the wait cost more.
+    """
+    if weights.is_cuda:
+        return None
+    trained = weights[..., 1:] > 0
+    if whole_blocks:
+        trained = trained.any(-1, keepdim=True).expand_as(trained)
+    return trained.flatten().nonzero().squeeze(1)
+
+
+def _block_rows(hidden: Tensor, targets: BlockTargets, used: Tensor | None) -> BlockRows:
+    """Lay the slots 1.. of all blocks, or those of ``used``, one below the other."""
+    tokens = targets.labels.flatten(0, 1)
+    num_slots = tokens.shape[1] - 1
+    at = torch.arange(tokens[:, 1:].numel(), device=tokens.device) if used is None else used
+
+    def rows(values: Tensor) -> Tensor:
+        laid = values[..., 1:, :].flatten(0, 2)
+        return laid if used is None else laid[used]
+
+    return BlockRows(
+        hidden=rows(hidden),
+        labels=rows(targets.labels[..., None]).squeeze(1),
+        weights=rows(targets.weights[..., None]).squeeze(1),
+        tokens=tokens,
+        block=at // num_slots,
+        slot=at % num_slots + 1,
     )
 
 
 def _head_rows(
     head: FrozenHead, labels: Tensor, weights: Tensor, config: TrainConfig, index: int
-) -> tuple[Tensor, Tensor]:
+) -> tuple[HeadRows, Tensor]:
     """Return the head's rows in use and the labels as row numbers.
 
     With loss.head_sample n: the rows of all labels that weigh something and n random ones. The
@@ -168,54 +237,10 @@ def _head_rows(
     """
     count = config.loss.head_sample
     if count == 0:
-        return head.lm_head, labels
+        return HeadRows(head.lm_head, head.embedding), labels
     generator = torch.Generator().manual_seed(((config.seed << 32) ^ index) % (1 << 63))
     drawn = torch.randint(len(head.lm_head), (count,), generator=generator)
     ids: Tensor = torch.unique(torch.cat((labels[weights > 0], drawn.to(labels.device))))
     # A label of weight 0 may be absent; any row serves, because its gradient is zero.
-    return head.lm_head[ids], torch.searchsorted(ids, labels).clamp(max=len(ids) - 1)
-
-
-def head_loss(
-    x: Tensor, head: Tensor, labels: Tensor, weights: Tensor, chunk_rows: int
-) -> tuple[Tensor, Tensor]:
-    """Return sum of weights x cross-entropy(x @ head.T, labels), and which argmax was right.
-
-    Shapes: x [M, D], head [V, D], labels and weights [M] -> loss [] fp32, hit [M] bool.
-    """
-    apply: Any = _HeadLoss.apply  # torch gives it no types
-    made: tuple[Tensor, Tensor] = apply(x, head, labels, weights, chunk_rows)
-    return made
-
-
-class _HeadLoss(torch.autograd.Function):
-    """Makes the gradient in the forward: a chunk needs two products and is then forgotten."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, head: Tensor, labels: Tensor, weights: Tensor, chunk_rows: int
-    ) -> tuple[Tensor, Tensor]:
-        """Return the loss and the hits, as head_loss says."""
-        total = torch.zeros((), dtype=torch.float32, device=x.device)
-        grad = torch.empty_like(x)
-        hit = torch.empty_like(labels, dtype=torch.bool)
-        for start in range(0, len(x), chunk_rows):
-            part = slice(start, start + chunk_rows)
-            logits = x[part] @ head.t()
-            label = labels[part, None]
-            hit[part] = logits.argmax(-1) == labels[part]
-            slope = F.log_softmax(logits, -1, dtype=torch.float32)
-            total -= (slope.gather(1, label).squeeze(1) * weights[part]).sum()
-            slope.exp_()  # softmax, in place: this is the largest tensor of a step
-            slope.scatter_add_(1, label, slope.new_full((1, 1), -1.0).expand_as(label))
-            slope.mul_(weights[part, None])
-            torch.mm(slope.to(x.dtype), head, out=grad[part])
-        ctx.save_for_backward(grad)
-        ctx.mark_non_differentiable(hit)
-        return total, hit
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> tuple[Tensor | None, ...]:
-        """Scale the stored gradient."""
-        (grad,) = ctx.saved_tensors
-        return grad * upstream[0].to(grad.dtype), None, None, None, None
+    rows = torch.searchsorted(ids, labels).clamp(max=len(ids) - 1)
+    return HeadRows(head.lm_head[ids], head.embedding, ids), rows

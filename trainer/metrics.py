@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -22,7 +22,10 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class StepFigures:
-    """Figures of one optimiser step; ``step`` counts finished steps from 1."""
+    """Figures of one optimiser step; ``step`` counts finished steps from 1.
+
+    variant: what only this kind of draft has, by its key in the event.
+    """
 
     step: int
     epoch: int
@@ -34,6 +37,7 @@ class StepFigures:
     slot_accuracy: float
     expected_accepted: float
     step_s: float
+    variant: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -181,7 +185,7 @@ class Metrics:
                 for name, device in self._devices.items()
             },
             "eta_s": round(per_step_s * (self._num_steps - figures.step), 1),
-        }
+        } | dict(figures.variant)
 
 
 def memory_bytes(device: torch.device) -> int:

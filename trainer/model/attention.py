@@ -3,7 +3,7 @@
 A backend makes the masks of a batch and applies them; both see the same rule of model.masks.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, Protocol
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from trainer.compile_gate import CompileGate
-from trainer.model.masks import BlockLayout, MaskRule, block_mask, dense_mask, rule_of
+from trainer.model.masks import BlockLayout, MaskRule, block_mask, dense_mask
 
 Mask = Tensor | BlockMask
 
@@ -70,13 +70,3 @@ class FlexAttention:
         """Attend through flex_attention; a mask of None shows every key."""
         out: Tensor = self._flex(query, key, value, block_mask=mask, enable_gqa=True)
         return out
-
-
-def rules_for(
-    layer_types: Iterable[str], block_size: int, sliding_window: int | None, *, causal: bool
-) -> dict[str, MaskRule]:
-    """Return the rule of every layer type that occurs."""
-    return {
-        kind: rule_of(kind, block_size, sliding_window, causal=causal)
-        for kind in dict.fromkeys(layer_types)
-    }

@@ -24,8 +24,7 @@ class MaskRule:
     """How one kind of layer sees.
 
     window: None, or the number of keys before and including the slot's own position. causal: a
-    slot sees only itself and earlier slots of its block. Engines run sliding layers causally, so
-    a sliding layer is always both.
+    slot sees only itself and earlier slots of its block.
     """
 
     block_size: int
@@ -56,11 +55,19 @@ class BlockLayout:
 
 
 def rule_of(
-    layer_type: str, block_size: int, sliding_window: int | None, *, causal: bool
+    layer_type: str,
+    block_size: int,
+    sliding_window: int | None,
+    *,
+    causal: bool,
+    sliding_non_causal: bool = False,
 ) -> MaskRule:
-    """Return the rule of a layer type (full_attention or sliding_attention)."""
+    """Return the rule of a layer type (full_attention or sliding_attention).
+
+    Engines run a sliding layer causally in the block unless its checkpoint says otherwise.
+    """
     if layer_type == SLIDING:
-        return MaskRule(block_size, sliding_window, causal=True)
+        return MaskRule(block_size, sliding_window, causal=causal or not sliding_non_causal)
     return MaskRule(block_size, None, causal)
 
 

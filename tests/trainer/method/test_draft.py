@@ -10,7 +10,8 @@ from torch import Tensor
 
 from trainer.contract.config import DraftModelConfig
 from trainer.errors import TargetError
-from trainer.model.draft import DraftConfig, DraftModel, Rotary, measured_tap_scale
+from trainer.model.draft import DraftConfig, DraftModel, measured_tap_scale
+from trainer.model.layers import Rotary
 from trainer.model.masks import BlockLayout
 
 MakeConfig = Callable[..., DraftConfig]

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from trainer.contract.config import TrainConfig
 from trainer.data.packing import Batch, Document
-from trainer.loss import BlockTargets, LossSums, block_hidden, block_targets, draft_loss, head_loss
+from trainer.loss import BlockTargets, LossSums, block_hidden, block_targets, draft_loss
 from trainer.model.draft import DraftConfig, DraftModel
+from trainer.model.head import HeadPass, head_loss
 from trainer.model.target import FrozenHead
 
 MakeConfig = Callable[..., DraftConfig]
@@ -82,13 +83,13 @@ def test_head_loss_and_its_gradient_are_those_of_cross_entropy(chunk_rows: int):
     x = torch.randn(7, 8, requires_grad=True)
     head, labels, weight = torch.randn(11, 8), torch.randint(11, (7,)), torch.rand(7)
     weight[2] = 0
-    loss, hit = head_loss(x, head, labels, weight, chunk_rows)
-    (grad,) = torch.autograd.grad(loss * 0.5, x)
+    found = head_loss(x, head, labels, weight, HeadPass(chunk_rows))
+    (grad,) = torch.autograd.grad(found.loss * 0.5, x)
     wanted = (F.cross_entropy(x @ head.T, labels, reduction="none") * weight).sum()
     (wanted_grad,) = torch.autograd.grad(wanted * 0.5, x)
-    torch.testing.assert_close(loss, wanted)
+    torch.testing.assert_close(found.loss, wanted)
     torch.testing.assert_close(grad, wanted_grad)
-    assert hit.tolist() == ((x @ head.T).argmax(-1) == labels).tolist()
+    assert found.hit.tolist() == ((x @ head.T).argmax(-1) == labels).tolist()
 
 
 def toy(draft_config: MakeConfig) -> tuple[DraftModel, FrozenHead, Batch, Tensor]:

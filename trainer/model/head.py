@@ -1,0 +1,117 @@
+"""Cross-entropy against a frozen head: the whole logits never exist.
+
+The gradient with respect to the hidden states is made chunk by chunk in the forward, where a
+chunk's logits are at hand anyway, and only scaled in the backward.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+# (cross-entropies [m], given weights [m]) -> weights [m]; the rows are whole blocks.
+Weigh = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class HeadPass:
+    """How rows go through the head.
+
+    chunk_rows: rows of logits that exist at one time. weigh: makes the weights of a chunk from its
+    cross-entropies; None takes them as given. block_rows: rows of a block, which a chunk never
+    parts when ``weigh`` is given. top_k: how many of the best logits of a row are wanted as well.
+    """
+
+    chunk_rows: int
+    weigh: Weigh | None = None
+    block_rows: int = 1
+    top_k: int = 0
+
+    def chunks(self, num_rows: int) -> list[slice]:
+        """Return the rows of each chunk."""
+        step = self.chunk_rows
+        if self.weigh is not None:
+            step = max(1, step // self.block_rows) * self.block_rows
+        return [slice(start, start + step) for start in range(0, num_rows, step)]
+
+    def weights(self, entropy: Tensor, given: Tensor) -> Tensor:
+        """Return the weights of a chunk's rows."""
+        return given if self.weigh is None else self.weigh(entropy, given)
+
+
+@dataclass(frozen=True)
+class HeadResult:
+    """What rows gave.
+
+    Shapes: loss [] fp32, differentiable; hit [M] bool; weights [M] fp32; top [M, k] the best
+    logits, differentiable, best first; top_rows [M, k] their rows of the head.
+    """
+
+    loss: Tensor
+    hit: Tensor
+    weights: Tensor
+    top: Tensor
+    top_rows: Tensor
+
+
+def head_loss(
+    x: Tensor, head: Tensor, labels: Tensor, weights: Tensor, how: HeadPass
+) -> HeadResult:
+    """Return the sum of weights x cross-entropy(x @ head.T, labels), and what came with it.
+
+    Shapes: x [M, D], head [V, D], labels and weights [M].
+    """
+    apply: Any = _HeadLoss.apply  # torch gives it no types
+    return HeadResult(*apply(x, head, labels, weights, how))
+
+
+def entropy_and_slope(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the cross-entropies and their gradients. Shapes: [m, V], [m] -> [m], [m, V] fp32."""
+    slope = F.log_softmax(logits, -1, dtype=torch.float32)
+    label = labels[:, None]
+    entropy = -slope.gather(1, label).squeeze(1)
+    slope.exp_()  # softmax, in place: this is the largest tensor of a step
+    slope.scatter_add_(1, label, slope.new_full((1, 1), -1.0).expand_as(label))
+    return entropy, slope
+
+
+class _HeadLoss(torch.autograd.Function):
+    """Makes the gradient in the forward: a chunk needs two products and is then forgotten."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, head: Tensor, labels: Tensor, weights: Tensor, how: HeadPass
+    ) -> tuple[Tensor, ...]:
+        """Return the fields of HeadResult."""
+        total = torch.zeros((), dtype=torch.float32, device=x.device)
+        grad, used = torch.empty_like(x), torch.empty_like(weights)
+        hit = torch.empty_like(labels, dtype=torch.bool)
+        top = x.new_empty(len(x), how.top_k)
+        top_rows = labels.new_empty(len(x), how.top_k)
+        for part in how.chunks(len(x)):
+            logits = x[part] @ head.t()
+            if how.top_k:
+                top[part], top_rows[part] = logits.topk(how.top_k, -1)
+            hit[part] = logits.argmax(-1) == labels[part]
+            entropy, slope = entropy_and_slope(logits, labels[part])
+            used[part] = how.weights(entropy, weights[part])
+            total += (entropy * used[part]).sum()
+            slope.mul_(used[part, None])
+            torch.mm(slope.to(x.dtype), head, out=grad[part])
+        ctx.save_for_backward(grad, head, top_rows)
+        ctx.mark_non_differentiable(hit, used, top_rows)
+        return total, hit, used, top, top_rows
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> tuple[Tensor | None, ...]:
+        """Scale the stored gradient; that of a best logit is its row of the head."""
+        grad, head, top_rows = ctx.saved_tensors
+        made = grad * upstream[0].to(grad.dtype)
+        if top_rows.numel():
+            made += F.embedding_bag(
+                top_rows, head, per_sample_weights=upstream[3].to(head.dtype), mode="sum"
+            )
+        return made, None, None, None, None

@@ -25,10 +25,11 @@ from trainer.export.files import (
 from trainer.model.attention import Attention
 from trainer.model.draft import DraftConfig, DraftModel
 from trainer.model.masks import FULL, SLIDING
+from trainer.model.variants import VARIANTS, variant_of
 
 
 def tensor_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of every tensor of the layout, 3 + 11 * L of them."""
+    """Return name and shape of every tensor: 3 + 11 * L, and those of the variant."""
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     wide, narrow = config.num_attention_heads * dim, config.num_key_value_heads * dim
     shapes: dict[str, tuple[int, ...]] = {
@@ -50,7 +51,7 @@ def tensor_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
             f"layers.{i}.mlp.up_proj.weight": (inner, hidden),
             f"layers.{i}.mlp.down_proj.weight": (hidden, inner),
         }
-    return shapes
+    return shapes | VARIANTS[config.variant].tensor_shapes(config)
 
 
 def export_tensors(draft: DraftModel) -> dict[str, Tensor]:
@@ -71,12 +72,16 @@ def export_config(config: DraftConfig, target: TargetConfig | None = None) -> di
         "target_layer_ids": list(config.target_layer_ids),
         "block_size": config.block_size,
     }
+    variant = VARIANTS[config.variant]
+    method |= variant.method_keys(config)
     sliding = SLIDING in config.layer_types
     causal = causality(config)
     if causal is not None:
         method["causal"] = causal
     if sliding:
         method |= {"use_swa": True, "swa_window_size": config.sliding_window}
+    if sliding and config.sliding_window_non_causal:
+        method["sliding_window_non_causal"] = True
     described = (
         {}
         if target is None
@@ -86,7 +91,7 @@ def export_config(config: DraftConfig, target: TargetConfig | None = None) -> di
         }
     )
     return {
-        "architectures": ["DFlashDraftModel"],
+        "architectures": [variant.architecture],
         "model_type": "qwen3",
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -187,6 +192,7 @@ def draft_config(raw: Mapping[str, Any], where: Path) -> DraftConfig:
     try:
         method, causal = raw["dflash_config"], block_causality(raw)
         theta = raw.get("rope_theta") or raw["rope_parameters"]["rope_theta"]
+        variant = variant_of(raw)
         return DraftConfig(
             hidden_size=raw["hidden_size"],
             intermediate_size=raw["intermediate_size"],
@@ -205,6 +211,9 @@ def draft_config(raw: Mapping[str, Any], where: Path) -> DraftConfig:
             layer_types=tuple(raw["layer_types"]),
             sliding_window=raw.get("sliding_window"),
             causal=causal.get(FULL, False),
+            sliding_window_non_causal=not causal.get(SLIDING, True),
+            variant=variant.name,
+            **variant.settings(method),
             dtype=raw.get("dtype") or raw["torch_dtype"],
         )
     except KeyError as error:

@@ -145,16 +145,6 @@ class DraftConfig:
             layer_type, self.block_size, window, causal=self.causal, sliding_non_causal=loose
         )
 
-    @property
-    def causal_everywhere(self) -> bool | None:
-        """Whether all layers are causal in the block; None when they differ by their type.
-
-        What vLLM reads as is_causal or dflash_config.causal holds for every layer, so neither may
-        be written when the layers differ; it then makes the sliding ones causal by itself.
-        """
-        found = {rule.causal for rule in self.rules.values()}
-        return found.pop() if len(found) == 1 else None
-
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, tuples as lists."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}

@@ -1,6 +1,16 @@
 """The kinds of draft by the name that draft.variant gives them; a new one is entered here."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from trainer.model.variants.dflash import DFlash
 from trainer.model.variants.variant import Variant
 
 VARIANTS: dict[str, Variant] = {variant.name: variant for variant in (DFlash(),)}
+
+
+def variant_of(raw: Mapping[str, Any]) -> Variant:
+    """Return the kind that a config.json describes; plain DFlash when none claims it."""
+    architectures, method = raw.get("architectures") or (), raw["dflash_config"]
+    owners = (v for v in VARIANTS.values() if v.owns(architectures, method))
+    return next(owners, VARIANTS["dflash"])

@@ -5,7 +5,7 @@ checkpoints give them. Source of the method: arXiv 2602.06036.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -104,6 +104,11 @@ class Variant:
         """Return further keys of dflash_config in the export."""
         del config
         return {}
+
+    def owns(self, architectures: Sequence[str], method: Mapping[str, Any]) -> bool:
+        """Whether a config.json with these architectures and dflash_config is of this kind."""
+        del method
+        return self.architecture in architectures
 
     def settings(self, method: Mapping[str, Any]) -> dict[str, Any]:
         """Return the DraftConfig fields that ``method_keys`` wrote. Raises: KeyError."""

@@ -97,6 +97,7 @@ class Session:
         metrics.phase("load", target=config.target.path)
         targets = assembly.load_targets(config, self._devices.targets)
         target = next(iter(targets.values()))
+        metrics.note(str(assembly.settle_targets(targets, config, self._gate)))
         if config.compile.gate == "off":
             metrics.warning("compile.gate is off, an experiment: threads may crash or hang")
         if self._stop.soft.is_set():

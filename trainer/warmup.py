@@ -45,8 +45,15 @@ def warm_up(run_dir: Path) -> None:
     try:
         data = assembly.Data.load(manifest, config)
         steps = assembly.step_range(config, data.plan, len(devices.drafters))
-        target = next(iter(assembly.load_targets(config, devices.targets[:1]).values()))
-        _say("warmup_loaded", load_s=_since(began), target=config.target.path)
+        targets = assembly.load_targets(config, devices.targets[:1])
+        target = next(iter(targets.values()))
+        batching = assembly.settle_targets(targets, config, gate)
+        _say(
+            "warmup_loaded",
+            load_s=_since(began),
+            target=config.target.path,
+            batching=batching.to_dict(),
+        )
         batch = largest_batch(data, config)
         with assembly.current_device(target.device):
             hidden = gated_features(gate, target, batch, FeatureCache(0))

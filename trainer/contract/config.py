@@ -28,13 +28,18 @@ class TargetConfig:
     """The frozen large model.
 
     path: directory in the container or hub id. revision: hub revision. dtype: float32 or bfloat16.
-    cache_bytes: host memory for hidden states of samples already seen (0: none).
+    cache_bytes: host memory for hidden states of samples already seen (0: none). batching: how a
+    forward joins documents: rows (right-padded, of similar length), packed (one row, refused when
+    a self-test at the start finds a leak) or auto (packed where every layer is full attention and
+    the self-test passes, else rows). forward_tokens: tokens of one forward, padding included.
     """
 
     path: str = ""
     revision: str | None = None
     dtype: str = "bfloat16"
     cache_bytes: int = 0
+    batching: str = "auto"
+    forward_tokens: int = 32768
 
 
 @dataclass(frozen=True)
@@ -334,6 +339,7 @@ def _input_rules(target: TargetConfig, data: DataConfig) -> list[_Rule]:
     return [
         (bool(target.path), "target.path", target.path, "the target's directory"),
         _at_least("target.cache_bytes", target.cache_bytes, 0),
+        _at_least("target.forward_tokens", target.forward_tokens, 1),
         (bool(data.path), "data.path", data.path, "a JSONL file of chats"),
         _at_least("data.max_length", data.max_length, 2),
         _at_least("data.max_batch_size", data.max_batch_size, 1),
@@ -439,6 +445,7 @@ def _check_choices(config: TrainConfig) -> None:
     dtypes = ("float32", "bfloat16")  # float16 overflows in the fused features
     choices: list[tuple[str, str, tuple[str, ...]]] = [
         ("target.dtype", config.target.dtype, dtypes),
+        ("target.batching", config.target.batching, ("auto", "rows", "packed")),
         ("draft.dtype", config.draft.dtype, dtypes),
         ("draft.variant", config.draft.variant, VARIANTS),
         ("loss.name", config.loss.name, LOSSES),

@@ -2,28 +2,32 @@
 
 Id l means the OUTPUT of the 0-based decoder layer l (Hugging Face's hidden_states[l + 1]). Taps
 come from forward hooks, because hidden_states[-1] is taken after the final norm and a wrapper may
-not pass output_hidden_states on.
+not pass output_hidden_states on. Several documents go through as right-padded rows or as one packed
+row; model/batching.py proves at the start that neither mixes them.
 """
 
 import inspect
-import json
+import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+import transformers
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from trainer.contract.config import DraftModelConfig, TargetConfig
+from trainer.contract.model_directory import faults
 from trainer.errors import TargetError
+from trainer.model import packed_attention
 
-# Padded tokens of one forward over documents of a batch; more only costs memory.
-MAX_FORWARD_TOKENS = 32768
+FULL, WINDOWED = "full_attention", frozenset(("sliding_attention", "chunked_attention"))
+ROWS, PACKED = "rows", "packed"
 
 
 def default_target_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
@@ -73,18 +77,26 @@ class _Capture:
 class Target:
     """A frozen model with taps; several threads may use one instance.
 
-    .model is the whole model (verification needs its head), .text_config its text part.
+    .model is the whole model (verification needs its head), .text_config its text part, .layers its
+    decoder layers. .batching is how ``document_features`` joins documents: rows or packed.
+    ``forward_tokens``: tokens of one such forward, padding included; one document may have more.
     """
 
-    def __init__(self, model: Any, target_layer_ids: Sequence[int]) -> None:
+    batching = ROWS
+
+    def __init__(
+        self, model: Any, target_layer_ids: Sequence[int], *, forward_tokens: int = 32768
+    ) -> None:
         self.model = model.eval().requires_grad_(requires_grad=False)
         self.text_config: Any = self.model.config.get_text_config()
         self.target_layer_ids = tuple(target_layer_ids)
         self.num_layers = int(self.text_config.num_hidden_layers)
+        self._forward_tokens = forward_tokens
         self._decoder: Any = self.model.get_decoder()
         layers = getattr(self._decoder, "layers", None)
         if layers is None or len(layers) < self.num_layers:
             raise TargetError(f"{type(model).__name__} has no list of decoder layers to tap")
+        self.layers: Sequence[nn.Module] = layers
         if self.target_layer_ids[-1] >= self.num_layers:
             raise TargetError(
                 f"draft.target_layer_ids {list(self.target_layer_ids)}: the target has layers 0.."
@@ -109,6 +121,28 @@ class Target:
         return self.head.embedding.dtype
 
     @property
+    def layer_kinds(self) -> frozenset[str]:
+        """Kinds of its layers: full_attention, WINDOWED ones, or recurrent ones by any other name.
+
+        A recurrent layer carries a state that cannot be cropped and that runs on in a packed row.
+        """
+        kinds = getattr(self.text_config, "layer_types", None)
+        if kinds is None:
+            windowed = getattr(self.text_config, "sliding_window", None)
+            kinds = ["sliding_attention"] if windowed else [FULL]
+        stateful = getattr(self.model, "_is_stateful", False) and not self._recurrent(kinds)
+        return frozenset([*kinds, "recurrent"] if stateful else kinds)
+
+    @property
+    def recurrent_kinds(self) -> frozenset[str]:
+        """The kinds of its layers that are no attention; not empty for a hybrid target."""
+        return self._recurrent(self.layer_kinds)
+
+    @staticmethod
+    def _recurrent(kinds: Sequence[str] | frozenset[str]) -> frozenset[str]:
+        return frozenset(kinds) - {FULL} - WINDOWED
+
+    @property
     def stop_ids(self) -> frozenset[int]:
         """Tokens that end an answer, from the generation configuration or the text one."""
         for holder in (getattr(self.model, "generation_config", None), self.text_config):
@@ -131,31 +165,71 @@ class Target:
         return keep
 
     @torch.no_grad()
-    def document_features(self, documents: Sequence[Tensor]) -> list[Tensor]:
+    def document_features(
+        self, documents: Sequence[Tensor], batching: str | None = None
+    ) -> list[Tensor]:
         """Return the taps of every document, in the order given.
 
-        Rows are padded on the right and grouped by length; a causal model needs no attention mask
-        then, and the forward ends after the last tapped layer. Shapes: [length] ids each ->
-        [length, n * D] each, on the target's device.
+        ``batching``: rows or packed instead of the target's own. A forward ends after the last
+        tapped layer: neither the layers behind it nor the final norm and the head run. Shapes:
+        [length] ids each -> [length, n * D] each, on the target's device.
         """
+        packed = (batching or self.batching) == PACKED
+        lengths = [len(document) for document in documents]
+        group_up = _in_order if packed else _by_length
         features: dict[int, Tensor] = {}
-        for group in _by_length([len(d) for d in documents], MAX_FORWARD_TOKENS):
-            rows = [documents[i] for i in group]
-            ids = nn.utils.rnn.pad_sequence([r.long() for r in rows], batch_first=True)
-            taps = self._run_to_last_tap(ids.to(self.device))
-            for row, i in enumerate(group):
-                features[i] = torch.cat([tap[row, : len(rows[row])] for tap in taps], -1)
+        for group in group_up(lengths, self._forward_tokens):
+            rows = [documents[i].long() for i in group]
+            made = self._packed_features(rows) if packed else self._row_features(rows)
+            features |= zip(group, made, strict=True)
         return [features[i] for i in range(len(documents))]
 
-    def _run_to_last_tap(self, ids: Tensor) -> list[Tensor]:
+    def _row_features(self, rows: Sequence[Tensor]) -> Iterator[Tensor]:
+        """One document a row, padded on the right: a causal model needs no mask then."""
+        ids = nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
+        taps = self._run_to_last_tap(ids.to(self.device))
+        for number, row in enumerate(rows):
+            yield torch.cat([tap[number, : len(row)] for tap in taps], -1)
+
+    def _packed_features(self, rows: Sequence[Tensor]) -> Iterator[Tensor]:
+        """All documents in one row, each from position 0, with no mask and no cache."""
+        lengths = [len(row) for row in rows]
+        positions = torch.cat([torch.arange(length) for length in lengths])[None].to(self.device)
+        options: dict[str, Tensor | int] = {"position_ids": positions}
+        if self.recurrent_kinds:  # the names under which kernels of recurrent layers look
+            ends = torch.tensor(list(itertools.accumulate(lengths, initial=0)), dtype=torch.int32)
+            numbers = torch.arange(len(rows), dtype=torch.int32)
+            owner = numbers.repeat_interleave(torch.tensor(lengths))[None]
+            options |= {"cu_seq_lens_q": ends.to(self.device), "seq_idx": owner.to(self.device)}
+        with packed_attention.packed_row(lengths):
+            taps = self._run_to_last_tap(torch.cat(list(rows))[None].to(self.device), **options)
+        pieces = zip(*(torch.split(tap[0], lengths) for tap in taps), strict=True)
+        yield from (torch.cat(piece, -1) for piece in pieces)
+
+    def _run_to_last_tap(self, ids: Tensor, **options: Any) -> list[Tensor]:
         capture = self._local.capture = _Capture(stop=True)
         try:
-            self._decoder(input_ids=ids, use_cache=False)
+            self._decoder(input_ids=ids, use_cache=False, **options)
         except _AllTapsSeenError:
             pass
         finally:
             self._local.capture = None
         return [capture.taps[number] for number in self.target_layer_ids]
+
+    def attend_by_document(self) -> None:
+        """Make packed rows possible; nothing else changes. Not while a forward runs.
+
+        Raises: TargetError for attention that cannot be done document by document.
+        """
+        name, kinds = type(self.model).__name__, self.layer_kinds
+        if kinds & WINDOWED:
+            raise TargetError(f"{name} has windowed layers, which a packed row does not keep apart")
+        if self._decoder.config._attn_implementation == packed_attention.NAME:
+            return
+        if self._decoder.config._attn_implementation == "sdpa":
+            self._decoder.set_attn_implementation(packed_attention.NAME)
+        if self._decoder.config._attn_implementation != packed_attention.NAME:
+            raise TargetError(f"{name} does not attend through SDPA, which a packed row needs")
 
     @torch.no_grad()
     def verify(self, ids: Tensor, cache: Any, keep_logits: int = 0) -> tuple[Tensor, Tensor]:
@@ -184,7 +258,7 @@ def load_target(
     """Load the target from a local directory or the hub, frozen, on ``device``.
 
     Raises: TargetError naming the directory and its missing or damaged files, before any memory of
-    the device is taken.
+    the device is taken; or the weights that the files do not hold.
     """
     transformers_logging.disable_progress_bar()  # it fills a log with carriage returns
     directory = Path(config.path)
@@ -192,56 +266,54 @@ def load_target(
         check_target_directory(directory)
     elif directory.is_absolute() or config.path.startswith(".") or config.path.count("/") > 1:
         raise TargetError(f"target.path {config.path}: no such directory")
+    where = f"{config.path} (revision {config.revision or 'default'})"
+    # trust_remote_code=False: a model with code of its own is an error, not a question at a prompt.
+    source = {"revision": config.revision, "trust_remote_code": False}
     try:
-        known = AutoConfig.from_pretrained(config.path, revision=config.revision)
+        known = AutoConfig.from_pretrained(config.path, **source)
         num_layers = int(known.get_text_config().num_hidden_layers)
         ids = draft.target_layer_ids or default_target_layer_ids(num_layers, draft.num_taps)
-        model = AutoModelForCausalLM.from_pretrained(
-            config.path, revision=config.revision, dtype=getattr(torch, config.dtype)
+        model, told = _model_class(known).from_pretrained(
+            config.path, dtype=getattr(torch, config.dtype), output_loading_info=True, **source
         )
     except (OSError, ValueError, SafetensorError) as error:
-        where = f"{config.path} (revision {config.revision or 'default'})"
         raise TargetError(f"target.path {where} cannot be loaded: {error}") from error
-    return Target(model.to(device), ids)
+    # transformers only warns, and fills what it does not find with random numbers.
+    absent = sorted([*told["missing_keys"], *(key[0] for key in told["mismatched_keys"])])
+    if absent:
+        raise TargetError(
+            f"target.path {where}: {type(model).__name__} finds no weights for {len(absent)} of its"
+            f" tensors, first {absent[0]}; the files are of another model than config.json"
+        )
+    return Target(model.to(device), ids, forward_tokens=config.forward_tokens)
+
+
+def _model_class(known: Any) -> Any:
+    """Return what loads a model: the class for causal language models, else the one it names.
+
+    For a multimodal configuration the former is its text part alone, where there is one.
+    """
+    if type(known) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM
+    for name in getattr(known, "architectures", None) or ():
+        if hasattr(transformers, name):
+            return getattr(transformers, name)
+    raise TargetError(
+        f"target.path: transformers {transformers.__version__} has no language model for"
+        f" {type(known).__name__} with architectures {getattr(known, 'architectures', None)}"
+    )
 
 
 def check_target_directory(directory: Path) -> None:
     """Look for missing or half-copied files; the weights' headers are read, not the weights.
 
-    Raises: TargetError naming every bad file and what is wrong with it.
+    Raises: TargetError naming every bad file, what is wrong with it and the next step.
     """
-    faults = [f"{name} is missing" for name in ("config.json",) if not (directory / name).is_file()]
-    names = {"tokenizer.json", "tokenizer.model", "vocab.json"}
-    if not any((directory / name).is_file() for name in names):
-        faults.append("tokenizer.json is missing")
-    index = directory / "model.safetensors.index.json"
-    wanted: dict[str, str] = {}
-    if index.is_file():
-        try:
-            wanted = json.loads(index.read_text())["weight_map"]
-        except (ValueError, KeyError) as error:
-            faults.append(f"{index.name} is not an index of weights ({error!r})")
-        shards = sorted(set(wanted.values()))
-    else:
-        shards = ["model.safetensors"]
-    for shard in shards:
-        faults += _shard_faults(directory / shard, [k for k, v in wanted.items() if v == shard])
-    if faults:
-        raise TargetError(
-            f"target.path {directory}: {'; '.join(faults)}. Copy the model again, whole"
-        )
-
-
-def _shard_faults(path: Path, wanted: Sequence[str]) -> list[str]:
-    """Return what is wrong with one safetensors file; opening it checks its size."""
-    if not path.is_file():
-        return [f"{path.name} is missing"]
-    try:
-        with safe_open(path, framework="pt") as file:
-            missing = sorted(set(wanted) - set(file.keys()))
-    except (SafetensorError, OSError) as error:
-        return [f"{path.name} is damaged or half copied ({path.stat().st_size} bytes; {error})"]
-    return [f"{path.name} lacks {len(missing)} tensors, first {missing[0]}"] if missing else []
+    found = faults(directory)
+    if found:
+        hints = "; ".join(dict.fromkeys(fault.hint for fault in found))
+        texts = "; ".join(fault.text for fault in found)
+        raise TargetError(f"target.path {directory}: {texts}. To mend it: {hints}")
 
 
 def _frozen_head(model: Any, text_config: Any) -> FrozenHead:
@@ -257,6 +329,9 @@ def _frozen_head(model: Any, text_config: Any) -> FrozenHead:
     for found, what in refused:
         if found:
             raise TargetError(f"{type(model).__name__} has {what}, which drafting does not support")
+    if head.weight.shape != embedding.weight.shape:
+        shapes = f"{list(embedding.weight.shape)} and {list(head.weight.shape)}"
+        raise TargetError(f"{type(model).__name__}: embedding and head differ in shape, {shapes}")
     tied = head.weight.data_ptr() == embedding.weight.data_ptr()
     weight: Tensor = embedding.weight.detach()
     return FrozenHead(weight, weight if tied else head.weight.detach())
@@ -270,4 +345,17 @@ def _by_length(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
             groups[-1].append(i)
         else:
             groups.append([i])
+    return groups
+
+
+def _in_order(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Group indices in their order, so that a group has no more than ``max_tokens``."""
+    groups: list[list[int]] = []
+    left = 0
+    for i, length in enumerate(lengths):
+        if not groups or length > left:
+            groups.append([])
+            left = max_tokens
+        groups[-1].append(i)
+        left -= length
     return groups

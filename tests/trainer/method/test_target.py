@@ -197,7 +197,8 @@ def spoil_half(directory: Path) -> None:
 
 
 def spoil_lfs(directory: Path) -> None:
-    sorted(directory.glob("model-*.safetensors"))[1].write_text("version https://git-lfs...\n")
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
+    sorted(directory.glob("model-*.safetensors"))[1].write_text(pointer)
 
 
 def spoil_index(directory: Path) -> None:
@@ -219,8 +220,8 @@ def spoil_tokenizer(directory: Path) -> None:
         (spoil_config, "config.json is missing"),
         (spoil_shard, r"model-00002-of-\d+.safetensors is missing"),
         (spoil_half, "model-00002.*damaged or half copied"),
-        (spoil_lfs, r"model-00002.*damaged or half copied \(27 bytes"),
-        (spoil_index, "lacks 1 tensors, first model.layers.9.mlp.up_proj.weight"),
+        (spoil_lfs, "model-00002.*is a pointer of Git LFS.*git lfs pull"),
+        (spoil_index, "lacks 1 tensors .*, first model.layers.9.mlp.up_proj.weight"),
         (spoil_tokenizer, "tokenizer.json is missing"),
     ],
 )

@@ -1,5 +1,6 @@
 """The training configuration: defaults, checks, and errors that name the key."""
 
+import math
 from typing import Any
 
 import pytest
@@ -119,6 +120,16 @@ def test_configuration_that_is_no_mapping_is_refused() -> None:
             {"layer_types": ["sliding_attention"] * 5},
             "draft.sliding_window: needed by a sliding_attention layer",
         ),
+        ("draft", {"variant": "eagle"}, "draft.variant: expected one of dflash, dflash2, domino"),
+        ("draft", {"selector_rank": 0}, "draft.selector_rank: expected at least 1"),
+        (
+            "draft",
+            {"causal": True, "sliding_window_non_causal": True},
+            "draft.sliding_window_non_causal: draft.causal makes every layer causal",
+        ),
+        ("loss", {"name": "kl"}, "loss.name: expected one of decay, dpace, got 'kl'"),
+        ("loss", {"dpace_alpha": 1.5}, "loss.dpace_alpha: expected 0 to 1"),
+        ("loss", {"base_decay_frac": 0.0}, "loss.base_decay_frac: expected above 0, to 1"),
         ("loss", {"position_decay": 0.0}, "loss.position_decay: expected above 0"),
         ("loss", {"head_sample": -1}, "loss.head_sample: expected at least 0"),
         ("loss", {"chunk_rows": 0}, "loss.chunk_rows: expected at least 1"),
@@ -153,6 +164,11 @@ def test_value_out_of_range_is_named_with_what_was_expected(
     with pytest.raises(ConfigError) as info:
         TrainConfig.from_dict(_with(section, **values))
     assert str(info.value).startswith(told)
+
+
+def test_dpace_needs_no_decay_by_position() -> None:
+    raw = _with("draft", block_size=12) | {"loss": {"name": "dpace"}}
+    assert TrainConfig.from_dict(raw).position_decay == math.inf
 
 
 def test_override_sets_a_dotted_key_in_a_copy() -> None:

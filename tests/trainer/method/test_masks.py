@@ -60,6 +60,13 @@ def test_sliding_layer_is_causal_in_the_block_and_counts_the_window_from_each_sl
     assert drawn(dense_mask(layout, rule)) == ["..xx..x..", "...x..xx.", "......xxx"]
 
 
+def test_sliding_layer_told_not_to_be_causal_sees_its_whole_block():
+    layout = layout_of([4], [6], padding=0)
+    rule = rule_of("sliding_attention", 3, 3, causal=False, sliding_non_causal=True)
+    assert drawn(dense_mask(layout, rule)) == ["..xx..xxx", "...x..xxx", "......xxx"]
+    assert rule_of("sliding_attention", 3, 3, causal=True, sliding_non_causal=True).causal
+
+
 def test_causal_draft_hides_later_slots_in_full_layers():
     layout = layout_of([1], [3], padding=0)
     rule = rule_of("full_attention", block_size=3, sliding_window=None, causal=True)
@@ -129,8 +136,9 @@ def test_tiles_from_sorted_anchors_show_exactly_the_dense_mask(
     block_size: int, window: int | None, length: int, num_anchors: int
 ):
     layout = random_layout(block_size, length, num_anchors)
-    rule = MaskRule(block_size, window, causal=window is not None)
-    assert torch.equal(expanded(layout, rule), dense_mask(layout, rule))
+    for causal in (False, True):
+        rule = MaskRule(block_size, window, causal)
+        assert torch.equal(expanded(layout, rule), dense_mask(layout, rule))
 
 
 @pytest.mark.parametrize(("block_size", "window", "length", "num_anchors"), CASES)

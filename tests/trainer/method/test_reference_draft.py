@@ -6,6 +6,7 @@ and computes one block after the other, head by head.
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -22,13 +23,25 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def turned(x: Tensor, position: int, theta: float) -> Tensor:
     """Rotate one head vector: pairs are (i, i + d / 2)."""
-    half, out = len(x) // 2, x.clone()
-    for i in range(half):
-        angle = position / theta ** (2 * i / len(x))
-        low, high = x[i], x[i + half]
-        out[i] = low * math.cos(angle) - high * math.sin(angle)
-        out[i + half] = high * math.cos(angle) + low * math.sin(angle)
-    return out
+    half = len(x) // 2
+    angles = [position / theta ** (2 * i / len(x)) for i in range(half)]
+    cos, sin = (
+        torch.tensor([math.cos(a) for a in angles]),
+        torch.tensor([math.sin(a) for a in angles]),
+    )
+    low, high = x[:half], x[half:]
+    return torch.cat((low * cos - high * sin, high * cos + low * sin))
+
+
+def sees(c: DraftConfig, kind: str, anchor: int, slot: int, key: int, length: int) -> bool:
+    """Whether a slot sees a key; the first ``length`` keys are the context, then come the slots."""
+    sliding = kind == "sliding_attention"
+    if key < length:
+        near = not sliding or anchor + slot - key < (c.sliding_window or 0)
+        return key < anchor and near  # the anchor's own taps are unknown yet
+    if c.causal or (sliding and not c.sliding_window_non_causal):
+        return key - length <= slot
+    return True
 
 
 def reference_block(
@@ -62,7 +75,10 @@ def reference_block(
             q = torch.stack([turned(q[j], anchor + j, c.rope_theta) for j in range(len(q))])
             k = torch.stack([turned(k[j], places[j], c.rope_theta) for j in range(len(k))])
             scores = q @ k.T / math.sqrt(c.head_dim)
-            scores[:, anchor : len(context)] = -math.inf  # the anchor's own taps are unknown yet
+            for slot in range(len(block)):
+                for key in range(len(k)):
+                    if not sees(c, c.layer_types[i], anchor, slot, key, len(context)):
+                        scores[slot, key] = -math.inf
             heads.append(scores.softmax(-1) @ v)
         x = x + torch.cat(heads, -1) @ layer["self_attn.o_proj.weight"].T
         normed = norm(x, layer["post_attention_layernorm.weight"], eps)
@@ -71,23 +87,54 @@ def reference_block(
     return norm(x, w["norm.weight"], eps)
 
 
-@pytest.mark.parametrize("anchor", [0, 5, 11])
-def test_draft_on_one_block_equals_the_reference(
-    draft_config: Callable[..., DraftConfig], anchor: int
+MIXED = {"layer_types": ("sliding_attention", "full_attention", "sliding_attention")}
+KINDS: dict[str, dict[str, Any]] = {
+    "dflash": {},
+    "block of 8": {"block_size": 8},
+    "block of 10": {"block_size": 10},
+    "block of 16": {"block_size": 16},
+    "causal": {"causal": True, "block_size": 8},
+    "one layer, four taps": {"num_draft_layers": 1, "target_layer_ids": (0, 2, 3, 5)},
+    "sliding and full": MIXED | {"num_draft_layers": 3, "sliding_window": 7, "block_size": 10},
+    "window within the block": MIXED | {"num_draft_layers": 3, "sliding_window": 3},
+    "sliding, not causal": MIXED
+    | {"num_draft_layers": 3, "sliding_window": 7, "sliding_window_non_causal": True},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_decoding_and_the_reference_agree_on_every_kind_of_draft(
+    draft_config: Callable[..., DraftConfig], kind: str
 ):
     torch.manual_seed(1)
-    config = draft_config()
+    config = draft_config(**KINDS[kind])
     draft = DraftModel(config, seed=3)
     with torch.no_grad():  # fresh weights of 0.02 and norms of 1 would hide most mistakes
         for parameter in draft.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
-    taps, block = torch.randn(12, 64), torch.randn(4, 32)
-    anchors, positions = torch.tensor([[anchor]]), torch.arange(12)[None]
-    layout = BlockLayout.of(
-        anchors, torch.ones(1, 1, dtype=torch.bool), torch.zeros(1, 12).int(), positions
-    )
-    masks = draft.attention.masks(layout, config.rules)
+    size, anchors = config.block_size, [0, 5, 11]  # close ones: their blocks overlap
+    taps, blocks = torch.randn(14, config.num_taps * 32), torch.randn(3, size, 32)
     with torch.no_grad():
-        found = draft(block[None], taps[None], positions, anchors + torch.arange(4), masks)[0]
-        wanted = reference_block(dict(draft.named_parameters()), config, taps, block, anchor)
-    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+        trained = trained_blocks(draft, taps, blocks, anchors)
+        for block, anchor, found in zip(blocks, anchors, trained, strict=True):
+            wanted = reference_block(dict(draft.named_parameters()), config, taps, block, anchor)
+            torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+            if anchor == 0:
+                continue  # decoding always has a prompt
+            cache = draft.new_cache()
+            for at in range(0, anchor, 2):  # as accepted tokens come, a few at a time
+                draft.append(cache, taps[None, at : min(at + 2, anchor)])
+            decoded = draft.draft_block(cache, block[None], anchor)[0]
+            torch.testing.assert_close(decoded, wanted, atol=1e-5, rtol=0)
+
+
+def trained_blocks(draft: DraftModel, taps: Tensor, blocks: Tensor, anchors: list[int]) -> Tensor:
+    """Training forward of one document. Shapes: taps [S, n * D], blocks [N, B, D] -> the same."""
+    at, positions = torch.tensor([anchors]), torch.arange(len(taps))[None]
+    layout = BlockLayout.of(
+        at, torch.ones_like(at, dtype=torch.bool), torch.zeros_like(positions).int(), positions
+    )
+    places = (at[..., None] + torch.arange(blocks.shape[1])).flatten(1)
+    masks = draft.attention.masks(layout, draft.config.rules)
+    out: Tensor = draft(blocks.flatten(0, 1)[None], taps[None], positions, places, masks)
+    return out.view(blocks.shape)

@@ -3,8 +3,6 @@
 Training, warm-up, evaluation and export all start from the same parts, made in the same way.
 """
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -32,6 +30,14 @@ from trainer.workers.drafter import Replica, StepRange
 # Tap sizes vary little between chats; this many samples fix them to a per mille.
 _TAP_SCALE_SAMPLES = 64
 _GRAPHS_PER_SHAPE = 4
+_MAY_CHANGE = frozenset(
+    (
+        *("target.path", "target.cache_bytes", "data.path"),  # what is there has its own digest
+        "loss.chunk_rows",
+        *("optim.lr", "optim.adamw_lr", "optim.min_lr_frac"),  # the schedule's form stays
+        *("optim.weight_decay", "optim.clip_norm", "optim.ema_decay"),
+    )
+)
 _MAX_SHAPES = 256
 
 
@@ -221,34 +227,37 @@ def build_replica(
     if scale is not None:
         draft.tap_scale.copy_(scale)
     head = target.head.to(device, getattr(torch, config.draft.dtype))
-    return Replica(rank, draft, head, DraftOptimizer(draft, config.optim, schedule), device)
+    optimizer = DraftOptimizer(draft, config.optim, schedule, keep_average=rank == 0)
+    return Replica(rank, draft, head, optimizer, device)
 
 
-def identity(config: TrainConfig, target: Target, manifest: Manifest, steps: StepRange) -> Any:
-    """Return the facts that a resumed run must share with its checkpoint."""
-    data = config.data
-    return {
-        "mask_token_id": config.draft.mask_token_id,
-        "target_layer_ids": list(target.target_layer_ids),
-        "block_size": config.draft.block_size,
-        "num_draft_layers": config.draft.num_draft_layers,
-        "normalise_taps": config.draft.normalise_taps,
+def identity(
+    config: TrainConfig, target: Target, manifest: Manifest, steps: StepRange
+) -> dict[str, Any]:
+    """Return the facts of a run by name: its whole configuration, and what follows from it.
+
+    A resumed run must share them with its checkpoint, but for those of ``may_change``.
+    """
+    settings = {
+        f"{section}.{key}": value
+        for section, values in config.to_dict().items()
+        if isinstance(values, dict)
+        for key, value in values.items()
+    }
+    return settings | {
+        "draft.target_layer_ids": list(target.target_layer_ids),
         "target_revision": manifest.target_revision,
         "dataset_sha256": manifest.dataset_sha256,
         "seed": config.seed,
         "batches_per_step": steps.batches_per_step,
         "num_steps": steps.num_steps,
-        "optimizer": config.optim.name,
-        "layout": [
-            data.max_length,
-            data.token_budget,
-            data.max_batch_size,
-            data.packing,
-            data.max_anchors,
-        ],
     }
 
 
-def config_digest(config: TrainConfig) -> str:
-    """Return the sha256 of the whole configuration."""
-    return hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode()).hexdigest()
+def may_change(name: str) -> bool:
+    """Say whether a resumed run may change this fact of ``identity``.
+
+    It may when neither the meaning of the weights, nor the order of the data, nor the place in the
+    schedule depends on it. Whatever is not listed, later settings included, may not.
+    """
+    return name.startswith(("run.", "compile.", "evaluation.")) or name in _MAY_CHANGE

@@ -44,6 +44,38 @@ class Decoded:
 
 
 @dataclass(frozen=True)
+class Acceptance:
+    """Acceptance over some answers; see Evaluation for the fields."""
+
+    acceptance_length: float
+    interval: tuple[float, float]
+    by_position: list[float]
+    num_prompts: int
+    num_verify_calls: int
+
+    @classmethod
+    def of(cls, decoded: Sequence[Decoded], block_size: int) -> "Acceptance":
+        """Sum up speculative answers."""
+        emitted, calls = [sum(d.emitted) for d in decoded], [len(d.emitted) for d in decoded]
+        accepted = [a for d in decoded for a in d.accepted]
+        by_position = [
+            _ratio([a >= k for a in accepted], [1] * len(accepted)) for k in range(1, block_size)
+        ]
+        interval = _bootstrap(emitted, calls)
+        return cls(_ratio(emitted, calls), interval, by_position, len(decoded), sum(calls))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return {
+            "acceptance_length": self.acceptance_length,
+            "acceptance_length_interval": list(self.interval),
+            "by_position": self.by_position,
+            "num_prompts": self.num_prompts,
+            "num_verify_calls": self.num_verify_calls,
+        }
+
+
+@dataclass(frozen=True)
 class Difference:
     """Where a speculative answer first differs from the plain one. gap: of the plain logits."""
 
@@ -176,18 +208,20 @@ def evaluate(
     roundings = NEAR_TIE_ROUNDINGS * torch.finfo(target.dtype).eps
     pairs = enumerate(zip(plain, fast, strict=True))
     found = [first_difference(i, p, f, roundings) for i, (p, f) in pairs]
-    accepted = [a for f in fast for a in f.accepted]
     size = draft.config.block_size
-    emitted, calls = [sum(f.emitted) for f in fast], [len(f.emitted) for f in fast]
+    whole = Acceptance.of(fast, size)
     return Evaluation(
-        acceptance_length=_ratio(emitted, calls),
-        interval=_bootstrap(emitted, calls),
-        by_position=[
-            _ratio([a >= k for a in accepted], [1] * len(accepted)) for k in range(1, size)
-        ],
+        acceptance_length=whole.acceptance_length,
+        interval=whole.interval,
+        by_position=whole.by_position,
         prompts=[
-            PromptResult(_ratio([e], [c]), len(f.tokens), c, different is None)
-            for e, c, f, different in zip(emitted, calls, fast, found, strict=True)
+            PromptResult(
+                _ratio([sum(f.emitted)], [len(f.emitted)]),
+                len(f.tokens),
+                len(f.emitted),
+                different is None,
+            )
+            for f, different in zip(fast, found, strict=True)
         ],
         differences=[different for different in found if different is not None],
         target_dtype=str(target.dtype).removeprefix("torch."),

@@ -3,11 +3,12 @@
 All threads tell through one instance, so that the file has one writer.
 """
 
+import json
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -124,6 +125,16 @@ class Metrics:
             size_bytes=size,
         )
 
+    def evaluation(self, values: Mapping[str, Any]) -> None:
+        """Tell of an evaluation in training, and leave its seconds out of the rates and the ETA."""
+        with self._lock:
+            pause_s = values["evaluation_s"]
+            self._window = deque(
+                ((began + pause_s, step, totals) for began, step, totals in self._window),
+                maxlen=self._window.maxlen,
+            )
+            self._tell("eval", _evaluation_line(values), **values)
+
     def warning(self, text: str) -> None:
         """Tell of something that does not end the run; the whole text goes to the log."""
         self._tell("warning", f"warning: {text}", text=text.splitlines()[0] if text else "")
@@ -188,6 +199,26 @@ class Metrics:
         } | dict(figures.variant)
 
 
+class SampleLog:
+    """samples.jsonl: for each step the batches that were trained on, and their samples.
+
+    A resumed run writes the steps after its checkpoint again: of two lines of a step the later
+    counts. A last line that a kill cut is closed with a newline.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        path = run_dir / "samples.jsonl"
+        torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
+        self._file = path.open("ab", buffering=0)
+        if torn:
+            self._file.write(b"\n")
+
+    def write(self, step: int, batches: Sequence[tuple[int, int, Sequence[int]]]) -> None:
+        """Append the batches of a step, each (index, epoch, sample ids), in one write."""
+        line = {"step": step, "batches": batches}
+        self._file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
+
+
 def memory_bytes(device: torch.device) -> int:
     """Return the memory that tensors hold on a GPU, or this process's resident memory."""
     if device.type == "cuda":
@@ -207,6 +238,23 @@ def _status_bytes(name: str) -> int:
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
     return 0
+
+
+def _evaluation_line(values: Mapping[str, Any]) -> str:
+    def of(measured: Mapping[str, Any]) -> str:
+        low, high = measured["acceptance_length_interval"]
+        return f"{measured['acceptance_length']:.3f} ({low:.3f} to {high:.3f})"
+
+    parts = [f"acceptance length {of(values)} on {values['num_prompts']} prompts"]
+    datasets = values["datasets"]
+    if len(datasets) > 1:
+        parts += [f"{name} {of(measured)}" for name, measured in datasets.items()]
+    if values.get("ema"):
+        parts.append(f"ema {of(values['ema'])}")
+    if values.get("best_step") is not None:
+        best = f"{values['best_acceptance_length']:.3f} at step {values['best_step']}"
+        parts.append(f"best {best} ({values['best_weights']})")
+    return f"eval step {values['step']} {', '.join(parts)}"
 
 
 def _step_line(values: Mapping[str, Any]) -> str:

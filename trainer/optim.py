@@ -1,4 +1,4 @@
-"""The optimiser of one draft replica: fp32 master weights, AdamW or Muon, schedule, clip, guard.
+"""The optimiser of one draft replica: fp32 masters, AdamW or Muon, schedule, clip, guard, average.
 
 Gradients are summed in one flat fp32 tensor (the one that ``sync`` adds up), so bf16 gradients of
 several micro-batches lose nothing. The order of a step: accumulate, exchange, ``apply``.
@@ -40,6 +40,11 @@ class Schedule:
         progress = min(1.0, (step - self.num_warmup_steps) / length)
         return self.min_frac + (1 - self.min_frac) * 0.5 * (1 + math.cos(math.pi * progress))
 
+    def describe(self, step: int) -> str:
+        """Say in words where the schedule stands before the 0-based ``step``."""
+        rises = f"{self.num_warmup_steps} steps of warm-up, cosine to {self.min_frac:g}"
+        return f"schedule: {rises}; step {step} of {self.num_steps} takes {self.factor(step):.4f}"
+
 
 @dataclass(frozen=True)
 class Applied:
@@ -49,23 +54,47 @@ class Applied:
     lr: float
 
 
+class WeightAverage:
+    """An fp32 exponential moving average of weights in one flat tensor. Shapes: flat [P].
+
+    The decay rises to its value, min(decay, (1 + step) / (10 + step)), so that the average of a
+    short run is not that of its random start. Source: num_updates of TensorFlow's
+    ExponentialMovingAverage.
+    """
+
+    def __init__(self, flat: Tensor, decay: float) -> None:
+        self.flat, self._decay = flat.clone(), decay
+
+    def follow(self, flat: Tensor, step: int) -> None:
+        """Take in the weights after the 0-based optimiser step ``step``."""
+        self.flat.lerp_(flat, 1 - min(self._decay, (1 + step) / (10 + step)))
+
+
 class DraftOptimizer:
     """Owns the fp32 masters of a model's trainable parameters and steps them.
 
     An fp32 model's parameters become views of the masters; a bf16 model's are written back after
-    each step.
+    each step. keep_average: False leaves out the average that optim.ema_decay asks for; one
+    replica is enough to hold it.
     """
 
-    def __init__(self, model: nn.Module, config: OptimConfig, schedule: Schedule) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        config: OptimConfig,
+        schedule: Schedule,
+        *,
+        keep_average: bool = True,
+    ) -> None:
         self._config, self._schedule = config, schedule
         self._names = [n for n, p in model.named_parameters() if p.requires_grad]
         self._params = [p for p in model.parameters() if p.requires_grad]
         device = self._params[0].device
         total = sum(p.numel() for p in self._params)
         self.flat_grad = torch.zeros(total, dtype=torch.float32, device=device)
-        flat_master = torch.empty(total, dtype=torch.float32, device=device)
+        self._flat = torch.empty(total, dtype=torch.float32, device=device)
         self._grads = list(self._views(self.flat_grad))
-        self._masters = [nn.Parameter(view) for view in self._views(flat_master)]
+        self._masters = [nn.Parameter(view) for view in self._views(self._flat)]
         self._write_back: list[tuple[Tensor, Tensor]] = []
         for param, master, grad in zip(self._params, self._masters, self._grads, strict=True):
             master.data.copy_(param.data)
@@ -74,6 +103,9 @@ class DraftOptimizer:
                 param.data = master.data
             else:
                 self._write_back.append((param.data, master.data))
+        self._average: WeightAverage | None = None
+        if keep_average and config.ema_decay is not None:
+            self._average = WeightAverage(self._flat, config.ema_decay)
         self._optimizers = self._build()
         self._base_lrs = [[g["lr"] for g in o.param_groups] for o in self._optimizers]
 
@@ -107,7 +139,7 @@ class DraftOptimizer:
         norm = float(torch.linalg.vector_norm(self.flat_grad))
         if not (math.isfinite(norm) and math.isfinite(loss_sum)):
             raise NonFiniteError(
-                f"step {step}: loss sum {loss_sum}, gradient norm {norm} ({self._blame()});"
+                f"step {step + 1}: loss sum {loss_sum}, gradient norm {norm} ({self.blame()});"
                 " the weights were not changed"
             )
         self.flat_grad *= min(1.0, self._config.clip_norm / (norm + 1e-6))
@@ -117,12 +149,20 @@ class DraftOptimizer:
             optimizer.step()
         for target, source in self._write_back:
             target.copy_(source)
+        if self._average is not None:
+            self._average.follow(self._flat, step)
         self.clear()
         return Applied(norm, lr)
 
     def masters(self) -> dict[str, Tensor]:
         """Return the fp32 master weights by parameter name (not copies)."""
         return {n: m.data for n, m in zip(self._names, self._masters, strict=True)}
+
+    def average(self) -> dict[str, Tensor]:
+        """Return the fp32 average by parameter name (not copies); empty when none is kept."""
+        if self._average is None:
+            return {}
+        return dict(zip(self._names, self._views(self._average.flat), strict=True))
 
     def state(self) -> dict[str, Tensor]:
         """Return the optimisers' tensors as ``NAME/exp_avg`` and the like (not copies)."""
@@ -134,16 +174,27 @@ class DraftOptimizer:
         return found
 
     @torch.no_grad()
-    def load(self, masters: dict[str, Tensor], state: dict[str, Tensor]) -> None:
-        """Take over masters and optimiser tensors of a checkpoint.
+    def load(
+        self,
+        masters: dict[str, Tensor],
+        state: dict[str, Tensor],
+        average: dict[str, Tensor] | None = None,
+    ) -> None:
+        """Take over masters, optimiser tensors and average of a checkpoint.
 
-        Raises: CheckpointError for names or shapes of another model or optimiser.
+        An average that is wanted and not there begins at the masters. Raises: CheckpointError for
+        names or shapes of another model or optimiser.
         """
         _check_same("master weights", self.masters(), masters)
         for name, master in self.masters().items():
             master.copy_(masters[name])
         for target, source in self._write_back:
             target.copy_(source)
+        if self._average is not None:
+            begun = average or masters
+            _check_same("average", self.masters(), begun)
+            for name, view in self.average().items():
+                view.copy_(begun[name])
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 for param in group["params"]:
@@ -214,7 +265,13 @@ class DraftOptimizer:
             if any(p is master for g in o.param_groups for p in g["params"])
         )
 
-    def _blame(self) -> str:
+    def is_finite(self) -> bool:
+        """Say whether every gradient summed so far is finite. Waits for the device."""
+        # The greatest absolute value passes NaN on and needs no second tensor of this size.
+        return bool(torch.linalg.vector_norm(self.flat_grad, ord=math.inf).isfinite())
+
+    def blame(self) -> str:
+        """Say in words which gradients are not finite."""
         bad = [
             name
             for name, grad in zip(self._names, self._grads, strict=True)
@@ -222,7 +279,7 @@ class DraftOptimizer:
         ]
         if not bad:
             return "every gradient is finite by itself"
-        return f"not finite in {len(bad)} of {len(self._names)} tensors, first {bad[0]}"
+        return f"gradient not finite in {len(bad)} of {len(self._names)} tensors, first {bad[0]}"
 
 
 def _is_layer_matrix(name: str, tensor: Tensor) -> bool:

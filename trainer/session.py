@@ -17,19 +17,29 @@ from torch import Tensor
 
 from trainer import assembly, checkpoint
 from trainer.channel import OrderedChannel
-from trainer.checkpoint import CheckpointState
+from trainer.checkpoint import CheckpointState, Trained
 from trainer.compile_gate import CompileEvent, CompileGate, end_process
-from trainer.contract.completion import PARTIAL_SUFFIX, latest_complete
+from trainer.contract.completion import PARTIAL_SUFFIX, latest_complete, step_directory
 from trainer.contract.errors import ConfigError
+from trainer.contract.evaluations import EMA, RAW, Evaluations
 from trainer.contract.exit_record import TrainerExit
+from trainer.data.dataset import load_tokenizer
 from trainer.errors import CheckpointError
 from trainer.export import export_draft
-from trainer.metrics import Flow, Metrics, StepFigures, Totals
+from trainer.held_out import (
+    HeldOut,
+    PromptSet,
+    draft_copy,
+    load_prompt_sets,
+    num_in_training,
+)
+from trainer.metrics import Flow, Metrics, SampleLog, StepFigures, Totals
+from trainer.model.draft import DraftModel
 from trainer.model.target import Target
 from trainer.optim import Schedule
 from trainer.sync import GradientSync
 from trainer.workers.drafter import DrafterWorker, Replica, StepDone, StepRange, forward_backward
-from trainer.workers.supervisor import StopRequest, Supervisor, WatchSettings
+from trainer.workers.supervisor import Pulse, StopRequest, Supervisor, WatchSettings
 from trainer.workers.target import (
     FeatureCache,
     IndexCounter,
@@ -66,7 +76,12 @@ class Session:
             on_limit=self._gate_failed,
         )
         self._done = 0
+        self._trained = Trained()
         self._saved: int | None = None
+        self._identity: dict[str, Any] = {}
+        self._held_out: HeldOut | None = None
+        self._samples = SampleLog(run_dir) if self._config.run.log_samples else None
+        self._evaluations = Evaluations.read(run_dir)
         self.replicas: list[Replica] = []  # one a drafter, once they are built
 
     def train(self) -> TrainerExit:
@@ -93,6 +108,7 @@ class Session:
         if data.dataset.num_bad:
             worst = "; ".join(str(bad) for bad in data.dataset.bad_lines[:3])
             metrics.warning(f"{data.dataset.num_bad} lines of {config.data.path} skipped: {worst}")
+        prompts = self._prompt_sets(data)
         steps = assembly.step_range(config, data.plan, len(self._devices.drafters))
         metrics.phase("load", target=config.target.path)
         targets = assembly.load_targets(config, self._devices.targets)
@@ -103,18 +119,24 @@ class Session:
         if self._stop.soft.is_set():
             metrics.warning("stopped before the first step; there is nothing to save")
             return "stopped", TrainerExit.STOPPED
-        state = self._loaded(assembly.identity(config, target, self._manifest, steps))
+        if prompts:
+            self._held_out = HeldOut(prompts, target, self._gate, config.evaluation)
+        self._identity = assembly.identity(config, target, self._manifest, steps)
+        state = self._loaded(self._identity)
         replicas = self.replicas = self._build(data, target, steps, state)
         self._metrics.note(f"{len(data.dataset.samples)} samples, {steps.num_steps} steps")
         self._warm_up(replicas, data, targets)
         steps = replace(steps, first=self._done)
+        if self._done and self._done not in self._evaluations.entries:
+            self._evaluate_when_due(replicas[0], steps, None)  # a kill came before it
         self._run(data, targets, replicas, steps)
-        self._save(replicas[0], target, steps)
+        self._save(replicas[0], steps)
         if self._done < steps.num_steps:
             return "stopped", TrainerExit.STOPPED
         if config.run.export_at_end:
             metrics.phase("export", path="export")
-            export_draft(replicas[0].draft, self._run_dir / "export", config.target)
+            draft = self._export_draft(replicas[0])
+            export_draft(draft, self._run_dir / "export", config.target)
         return "finished", TrainerExit.FINISHED
 
     def _refuse_to_start_over(self) -> None:
@@ -136,10 +158,8 @@ class Session:
                 self._metrics.warning("no complete checkpoint; starting from step 0")
             return None
         state = checkpoint.load(self._resume_from)
-        digest = state.identity.pop("config_sha256", None)
-        state.check_identity(identity)
-        if digest != assembly.config_digest(self._config):
-            self._metrics.warning("the configuration differs from that of the checkpoint")
+        for change in state.check_identity(identity, assembly.may_change):
+            self._metrics.warning(f"changed since the checkpoint: {change}")
         self._metrics.phase("resume", step=state.step, path=self._resume_from.name)
         return state
 
@@ -162,15 +182,18 @@ class Session:
             assembly.build_replica(config, target, place, attention, schedule, scale)
             for place in enumerate(self._devices.drafters)
         ]
-        totals = Totals()
         if state is not None:
             for replica in replicas:
-                replica.optimizer.load(state.masters, state.optimizer)
+                replica.optimizer.load(state.masters, state.optimizer, state.average)
+            if config.optim.ema_decay is not None and not state.average:
+                self._metrics.warning("the checkpoint has no average; it begins at its weights")
             self._done = self._saved = state.step
-            totals = Totals(state.tokens_total, state.anchors_total)
-            _set_random_state(state.extras)
-        for line in replicas[0].optimizer.describe():
+            self._trained = state.trained
+            checkpoint.set_random_state(state.extras)
+        self._evaluations.forget_after(self._done)
+        for line in (*replicas[0].optimizer.describe(), schedule.describe(self._done)):
             self._metrics.note(line)
+        totals = Totals(self._trained.tokens, self._trained.anchors)
         self._metrics.begin(self._done, steps.num_steps, config.run.log_every_steps, totals)
         return replicas
 
@@ -233,8 +256,11 @@ class Session:
             )
             supervisor.add(f"target-{number}", worker.run)
 
-        def on_step(done: StepDone) -> None:
-            self._stepped(done, channel, replicas[0], targets, steps)
+        def on_step(done: StepDone, pulse: Pulse) -> None:
+            self._stepped(done, channel)
+            if done.num_done % config.run.checkpoint_every_steps == 0:
+                self._try_to_save(replicas[0], steps)
+            self._evaluate_when_due(replicas[0], steps, pulse)
 
         for replica in replicas:
             drafter = DrafterWorker(
@@ -246,20 +272,18 @@ class Session:
                 config=config,
                 stop=self._stop,
                 on_step=on_step,
+                run_dir=self._run_dir,
             )
             supervisor.add(f"drafter-{replica.rank}", drafter.run)
         self._metrics.phase("train", step=steps.first, num_steps=steps.num_steps)
         supervisor.run_all()
 
-    def _stepped(
-        self,
-        done: StepDone,
-        channel: OrderedChannel[Prepared],
-        replica: Replica,
-        targets: dict[str, Target],
-        steps: StepRange,
-    ) -> None:
+    def _stepped(self, done: StepDone, channel: OrderedChannel[Prepared]) -> None:
         self._done, sums = done.num_done, done.sums
+        visits = [(batch.epoch, one) for batch in sums.batches for one in batch.sample_ids]
+        self._trained = self._trained.after(sums.num_tokens, sums.num_anchors, visits)
+        if self._samples is not None:
+            self._samples.write(done.num_done, sums.batches)
         self._metrics.step(
             StepFigures(
                 step=done.num_done,
@@ -272,33 +296,115 @@ class Session:
                 slot_accuracy=sums.num_hits / max(sums.num_slots, 1),
                 expected_accepted=sums.num_accepted / max(sums.num_anchors, 1),
                 step_s=done.step_s,
+                variant=sums.ratios(),
             ),
             Flow(channel.depth, channel.put_wait_s, channel.get_wait_s),
         )
-        if done.num_done % self._config.run.checkpoint_every_steps == 0:
-            try:
-                self._save(replica, next(iter(targets.values())), steps)
-            except OSError as error:  # a full disk; the next try, or the last, may find room
-                self._metrics.warning(f"no checkpoint at step {done.num_done}: {error}")
 
-    def _save(self, replica: Replica, target: Target, steps: StepRange) -> None:
+    def _try_to_save(self, replica: Replica, steps: StepRange) -> None:
+        try:
+            self._save(replica, steps)
+        except OSError as error:  # a full disk; the next try, or the last, may find room
+            self._metrics.warning(f"no checkpoint at step {self._done}: {error}")
+
+    def _save(self, replica: Replica, steps: StepRange) -> None:
         if self._saved == self._done:
             return
-        began, totals = time.monotonic(), self._metrics.totals
-        identity = assembly.identity(self._config, target, self._manifest, steps)
+        began, best = time.monotonic(), self._evaluations.best()
         state = CheckpointState(
             step=self._done,
             next_index=self._done * steps.batches_per_step,
-            tokens_total=totals.tokens,
-            anchors_total=totals.anchors,
-            identity=identity | {"config_sha256": assembly.config_digest(self._config)},
+            identity=self._identity,
             masters=replica.optimizer.masters(),
             optimizer=replica.optimizer.state(),
-            extras={"tap_scale": replica.draft.tap_scale} | _random_state(),
+            trained=self._trained,
+            extras={"tap_scale": replica.draft.tap_scale} | checkpoint.random_state(),
+            average=replica.optimizer.average(),
         )
-        path = checkpoint.save(self._checkpoints, state, keep=self._config.run.keep_checkpoints)
+        path = checkpoint.save(
+            self._checkpoints,
+            state,
+            keep=self._config.run.keep_checkpoints,
+            best=None if best is None else best.step,
+        )
         self._saved = self._done
         self._metrics.checkpoint(self._done, path, time.monotonic() - began)
+
+    def _prompt_sets(self, data: assembly.Data) -> list[PromptSet]:
+        """Read the held-out prompts, if there are to be evaluations; warn of those trained on."""
+        if self._config.evaluation.every_steps is None:
+            return []
+        target = self._config.target
+        sets = load_prompt_sets(self._config, load_tokenizer(target.path, target.revision))
+        for name, count in num_in_training(sets, data.dataset.samples).items():
+            if count:
+                of = len(next(one.prompts for one in sets if one.name == name))
+                self._metrics.warning(
+                    f"evaluation.prompts.{name}: {count} of {of} prompts are in the training data;"
+                    " their acceptance length says little"
+                )
+        return sets
+
+    def _evaluate_when_due(self, replica: Replica, steps: StepRange, pulse: Pulse | None) -> None:
+        """Decode the held-out prompts after every evaluation.every_steps steps and the last one."""
+        every, step = self._config.evaluation.every_steps, self._done
+        if every is None or self._held_out is None or (step % every and step != steps.num_steps):
+            return
+        self._try_to_save(replica, steps)  # what measures best must be there to be kept
+        self._metrics.phase("evaluate", step=step)
+        entry = self._measured(replica, self._held_out, pulse)
+        if entry is None:
+            self._metrics.warning(f"evaluation of step {step} left out: asked to stop")
+        else:
+            self._evaluations.entries[step] = entry
+            try:
+                self._evaluations.write(self._run_dir)
+            except OSError as error:
+                self._metrics.warning(f"evaluations.json was not written: {error}")
+            self._tell_evaluation(entry)
+        if pulse is not None:
+            self._metrics.phase("train", step=step, num_steps=steps.num_steps)
+
+    def _measured(
+        self, replica: Replica, held_out: HeldOut, pulse: Pulse | None
+    ) -> dict[str, Any] | None:
+        def keep_going(what: str) -> bool:
+            if pulse is not None:
+                pulse.beat(what)
+            return not self._stop.soft.is_set()
+
+        began, device = time.monotonic(), held_out.target.device
+        entry: dict[str, Any] = {"step": self._done, "saved": self._saved == self._done}
+        kinds = {RAW: replica.optimizer.masters(), EMA: replica.optimizer.average()}
+        with assembly.current_device(device):
+            for kind, weights in kinds.items():
+                if not weights:
+                    continue
+                copy = draft_copy(replica.draft, device, weights)
+                measured = held_out.measure(copy, keep_going)
+                if measured is None:
+                    return None
+                entry[kind] = measured
+        return entry | {"evaluation_s": round(time.monotonic() - began, 3)}
+
+    def _tell_evaluation(self, entry: dict[str, Any]) -> None:
+        best = self._evaluations.best()
+        told = {f"best_{key}": value for key, value in vars(best).items()} if best else {}
+        facts = {key: entry[key] for key in ("step", "evaluation_s")} | entry[RAW]
+        self._metrics.evaluation(facts | {"ema": entry.get(EMA)} | told)
+
+    def _export_draft(self, replica: Replica) -> DraftModel:
+        """Return the draft with the weights that run.export_weights names."""
+        chosen, best = self._config.run.export_weights, self._evaluations.best()
+        weights = replica.optimizer.average() if chosen == EMA else replica.optimizer.masters()
+        if chosen == "best":
+            if best is None:
+                self._metrics.warning("no evaluation was saved; the last weights are exported")
+            else:
+                state = checkpoint.load(self._checkpoints / step_directory(best.step))
+                weights = state.average if best.weights == EMA else state.masters
+                self._metrics.note(f"exporting the best: {best.weights} of step {best.step}")
+        return draft_copy(replica.draft, torch.device("cpu"), weights)
 
     def _compiled(self, event: CompileEvent) -> None:
         self._metrics.compile(
@@ -332,18 +438,3 @@ def _signals(stop: StopRequest) -> Iterator[None]:
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
-
-
-def _random_state() -> dict[str, Tensor]:
-    found = {"rng_cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        found |= {f"rng_cuda_{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
-    return found
-
-
-def _set_random_state(extras: dict[str, Tensor]) -> None:
-    torch.set_rng_state(extras["rng_cpu"])
-    for number in range(torch.cuda.device_count()):
-        state = extras.get(f"rng_cuda_{number}")
-        if state is not None:
-            torch.cuda.set_rng_state(state, number)

@@ -8,12 +8,21 @@ which thread was first, and is the same to the bit in every replica.
 import itertools
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from trainer.errors import ChannelClosedError
+
+
+class TrainedBatch(NamedTuple):
+    """A batch that went through forward and backward: index in the plan, epoch, sample ids."""
+
+    batch_index: int
+    epoch: int
+    sample_ids: tuple[int, ...]
 
 
 @dataclass
@@ -22,7 +31,8 @@ class StepSums:
 
     num_hits of num_slots drafted slots were right, teacher-forced; num_accepted counts those with
     no wrong one before them. num_stop: drafters that were asked to stop; as all add up the same
-    numbers, all stop after the same step.
+    numbers, all stop after the same step. batches: what was trained on. figures: of the variant,
+    numerator and denominator by their key in the step event.
     """
 
     loss_sum: float = 0.0
@@ -33,11 +43,21 @@ class StepSums:
     num_slots: int = 0
     num_accepted: int = 0
     num_stop: int = 0
+    batches: tuple[TrainedBatch, ...] = ()
+    figures: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def add(self, other: "StepSums") -> None:
         """Add another drafter's sums to these."""
         for item in fields(self):
-            setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
+            if item.name != "figures":
+                setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
+        for key, (above, below) in other.figures.items():
+            own = self.figures.get(key, (0.0, 0.0))
+            self.figures[key] = own[0] + above, own[1] + below
+
+    def ratios(self) -> dict[str, float]:
+        """Return the variant's figures; 0 where nothing was counted."""
+        return {k: above / below if below else 0.0 for k, (above, below) in self.figures.items()}
 
 
 class GradientSync:

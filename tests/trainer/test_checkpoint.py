@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from trainer import checkpoint
-from trainer.checkpoint import CheckpointState
+from trainer.checkpoint import CheckpointState, Trained
 from trainer.contract.completion import COMPLETE, latest_complete
 from trainer.errors import CheckpointError
 
@@ -21,8 +21,7 @@ def _state(step: int = 5, **identity: object) -> CheckpointState:
     return CheckpointState(
         step=step,
         next_index=step * 2,
-        tokens_total=100,
-        anchors_total=10,
+        trained=Trained(tokens=100, anchors=10, samples=2, samples_hash=7),
         identity=identity or {"mask_token_id": 16},
         masters={"a": flat[:4].view(2, 2), "b": flat[4:]},  # views of one storage, as in training
         optimizer={"a/exp_avg": torch.ones(2, 2), "a/step": torch.tensor(5.0)},
@@ -35,7 +34,8 @@ def test_loaded_checkpoint_equals_the_saved_one(tmp_path: Path) -> None:
     loaded = checkpoint.load(path)
     assert path.name == "step_00000005"
     assert (loaded.step, loaded.next_index) == (5, 10)
-    assert (loaded.tokens_total, loaded.anchors_total) == (100, 10)
+    assert loaded.trained == Trained(100, 10, 2, 7)
+    assert loaded.average == {}
     assert loaded.identity == {"mask_token_id": 16}
     assert loaded.masters["a"].tolist() == [[5.0, 6.0], [7.0, 8.0]]
     assert loaded.masters["b"].tolist() == [9.0, 10.0]
@@ -157,7 +157,7 @@ step = 0
 while True:
     step += 1
     weights = {"w": torch.full((300_000,), float(step))}
-    state = checkpoint.CheckpointState(step, step, 0, 0, {}, weights, weights)
+    state = checkpoint.CheckpointState(step, step, {}, weights, weights)
     checkpoint.save(Path(sys.argv[1]), state, keep=2)
     print(step, flush=True)
 """

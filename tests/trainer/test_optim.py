@@ -158,7 +158,7 @@ def test_saved_and_loaded_optimiser_goes_on_bit_for_bit(
     straight = Tiny(dtype)
     optimizer = DraftOptimizer(straight, config, FLAT)
     _train(straight, optimizer, range(3))
-    state = checkpoint.CheckpointState(3, 3, 0, 0, {}, optimizer.masters(), optimizer.state())
+    state = checkpoint.CheckpointState(3, 3, {}, optimizer.masters(), optimizer.state())
     path = checkpoint.save(tmp_path, state, keep=1)
     _train(straight, optimizer, range(3, 6))
 

@@ -274,7 +274,7 @@ def test_changed_rate_is_told_and_taken(make_run: MakeRun) -> None:
     _rewrite(run_dir, lambda m: m["config"]["run"].update(log_every_steps=2))
     assert _train(run_dir, resume=True) is TrainerExit.FINISHED
     warnings = [event["text"] for event in _events(run_dir, "warning")]
-    assert warnings == ["the configuration differs from that of the checkpoint"]
+    assert warnings == ["changed since the checkpoint: run.log_every_steps was 1, now 2"]
 
 
 def _unseal(directory: Path) -> None:

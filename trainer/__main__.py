@@ -1,18 +1,21 @@
-"""The trainer's command line: ``python -m trainer train|warmup|evaluate|export --run-dir DIR``.
+"""The trainer's command line: ``python -m trainer COMMAND``, most of them with ``--run-dir DIR``.
 
-Status: 0 finished, 1 failed, 2 the configuration or the data is wrong, 10 stopped on request. An
-error is one line ``error: ...``; a failure that is no plain mistake adds its traceback below.
+Status: 0 finished, 1 failed, 2 the configuration or the data is wrong, 7 faults were found, 10
+stopped on request. An error is one line ``error: ...``; a failure that is no plain mistake adds its
+traceback below.
 """
 
 import argparse
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 from trainer.contract.errors import ContractError
 from trainer.contract.exit_record import TrainerExit
-from trainer.errors import CheckpointError, DataError, TargetError, TrainerError
+from trainer.errors import CheckpointError, DataError, ServerError, TargetError, TrainerError
+from trainer.regenerate import options as regenerate_options
 
 _PLAIN = (ContractError, DataError, TargetError, CheckpointError)
 
@@ -28,6 +31,9 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("error: interrupted\n")
         return int(TrainerExit.STOPPED)
+    except ServerError as error:  # told in full; where it was raised helps nobody
+        _complain(error)
+        return int(TrainerExit.FAILED)
     except TrainerError as error:
         _complain(error)
         traceback.print_exc()
@@ -39,21 +45,41 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    # Imported here: torch and transformers take seconds, and --help needs neither.
-    if args.command == "train":
-        from trainer.session import Session  # noqa: PLC0415
+    return _COMMANDS[args.command](args)
 
-        return int(Session(args.run_dir, resume=args.resume).train())
-    if args.command == "warmup":
-        from trainer.warmup import warm_up  # noqa: PLC0415
 
-        warm_up(args.run_dir)
-        return int(TrainerExit.FINISHED)
+# Each imports its part when it runs: torch and transformers take seconds, and --help needs neither.
+
+
+def _train(args: argparse.Namespace) -> int:
+    from trainer.session import Session  # noqa: PLC0415
+
+    return int(Session(args.run_dir, resume=args.resume).train())
+
+
+def _warmup(args: argparse.Namespace) -> int:
+    from trainer.warmup import warm_up  # noqa: PLC0415
+
+    warm_up(args.run_dir)
+    return int(TrainerExit.FINISHED)
+
+
+def _check(args: argparse.Namespace) -> int:
+    from trainer.check.command import CheckOptions, check_run  # noqa: PLC0415
+
+    return int(check_run(args.run_dir, CheckOptions(args.fast, args.reuse, args.json)))
+
+
+def _export(args: argparse.Namespace) -> int:
     from trainer import results  # noqa: PLC0415
 
-    if args.command == "export":
-        results.export_run(args.run_dir)
-        return int(TrainerExit.FINISHED)
+    results.export_run(args.run_dir)
+    return int(TrainerExit.FINISHED)
+
+
+def _evaluate(args: argparse.Namespace) -> int:
+    from trainer import results  # noqa: PLC0415
+
     options = results.EvaluationOptions(
         prompts=args.prompts,
         num_prompts=args.num_prompts,
@@ -63,6 +89,24 @@ def _run(args: argparse.Namespace) -> int:
     )
     results.evaluate_run(args.run_dir, options)
     return int(TrainerExit.FINISHED)
+
+
+def _regenerate(args: argparse.Namespace) -> int:
+    options = regenerate_options.from_arguments(args)
+    from trainer.regenerate.run import regenerate  # noqa: PLC0415
+
+    regenerate(options)
+    return int(TrainerExit.FINISHED)
+
+
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "train": _train,
+    "warmup": _warmup,
+    "check": _check,
+    "evaluate": _evaluate,
+    "export": _export,
+    "regenerate": _regenerate,
+}
 
 
 def _complain(error: BaseException) -> None:
@@ -88,6 +132,12 @@ def _parser() -> argparse.ArgumentParser:
     train = command("train", "train to the end of the plan")
     train.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
     command("warmup", "fill the compile caches with the run's own shapes")
+    check = command("check", "prove before a launch that training and serving agree")
+    check.add_argument("--fast", action="store_true", help="without the target's weights")
+    check.add_argument(
+        "--reuse", action="store_true", help="do not make a fast check again that has passed"
+    )
+    check.add_argument("--json", action="store_true", help="one JSON document, no table")
     measure = command("evaluate", "measure the acceptance length by real decoding")
     measure.add_argument("--prompts", type=Path, required=True, help="JSONL of chats")
     measure.add_argument("--num-prompts", type=int, help="prompts to decode; all when left out")
@@ -100,6 +150,8 @@ def _parser() -> argparse.ArgumentParser:
         help="equality with plain decoding is exact in float32 alone",
     )
     command("export", "write the newest checkpoint in the z-lab layout")
+    text = "have the answers of chats written anew by the target, through its server"
+    regenerate_options.add_arguments(commands.add_parser("regenerate", help=text, description=text))
     return parser
 
 

@@ -13,6 +13,10 @@ class DataError(TrainerError):
     """The data set is missing, empty or unusable."""
 
 
+class ServerError(TrainerError):
+    """A server that writes answers is gone, or refuses what every question has in common."""
+
+
 class CompileGateError(TrainerError):
     """A compile after seal, a silent fall to eager, or a compile that never ends."""
 

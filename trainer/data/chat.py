@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-THINKING = ("keep", "strip", "both")
 _THINK_END = "</think>"
 _SHAREGPT_ROLES = {
     "human": "user",
@@ -89,15 +88,21 @@ def parse_line(line: bytes) -> Chat:
 
 def parse_record(record: Any) -> Chat:
     """Return the chat of a record. Raises: BadRecordError naming the message that is wrong."""
+    chat = parse_unanswered(record)
+    if not chat_answers(chat):
+        raise BadRecordError("no assistant message")
+    return chat
+
+
+def parse_unanswered(record: Any) -> Chat:
+    """Return the chat of a record that may lack its answers; raises as ``parse_record``."""
     if not isinstance(record, Mapping):
         raise BadRecordError('no list "messages" or "conversations"')
     messages = tuple(_message(turn, raw) for turn, raw in enumerate(_raw_messages(record)))
     answers = [message for message in messages if message["role"] == "assistant"]
-    if not answers:
-        raise BadRecordError("no assistant message")
     thinking = record.get("enable_thinking")
     if not isinstance(thinking, bool):
-        thinking = _reasons(answers[-1])
+        thinking = bool(answers) and _reasons(answers[-1])
     return Chat(messages, _tools(record), thinking, bool(record.get("truncated")))
 
 

@@ -1,0 +1,122 @@
+"""What a regeneration has settled, on disk: a kill at any moment loses only what was in flight.
+
+One line an entry, in the order in which answers came: ``NUMBER KIND JSON``. The first line tells
+the settings and the input, so entries and what they were made with cannot part. KIND is ``answer``
+(the line to write), ``refused`` (never asked again) or ``given-up`` (asked again by the next run).
+"""
+
+import fcntl
+import json
+import os
+import re
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from trainer.contract.durable import sync
+from trainer.errors import DataError
+from trainer.regenerate.conversation import encode
+
+ANSWER, REFUSED, GIVEN_UP = "answer", "refused", "given-up"
+_ENTRY = re.compile(rb"(\d+) (answer|refused|given-up) ")
+_SETTINGS = b"0 settings "
+_SETTLED = bytes(kind.encode()[0] for kind in (ANSWER, REFUSED))
+
+
+class Journal:
+    """The entries of one output file; held by one process at a time.
+
+    Raises (constructor): DataError when another process holds it, OSError.
+    """
+
+    def __init__(self, path: Path, num_lines: int) -> None:
+        self.path = path
+        self._file = path.open("a+b")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise DataError(f"{path}: another regenerate is at work on the same output") from None
+        self._offsets = array("q", [-1]) * (num_lines + 1)
+        self._kinds = bytearray(num_lines + 1)
+        self._unsynced = 0
+        self.settings: dict[str, Any] | None = None
+        self._load()
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether any answer was written yet."""
+        return ANSWER.encode()[0] in self._kinds
+
+    def is_settled(self, number: int) -> bool:
+        """Whether a line needs no further question."""
+        return self._kinds[number] in _SETTLED
+
+    def begin(self, settings: dict[str, Any]) -> None:
+        """Start anew with these settings; whatever was written is dropped."""
+        self._file.truncate(0)
+        self._write(_SETTINGS + json.dumps(settings, sort_keys=True).encode() + b"\n")
+        self.sync()
+        sync(self.path.parent)
+        self.settings = settings
+
+    def append(self, number: int, kind: str, value: Any) -> None:
+        """Write the entry of a line; it replaces an earlier one."""
+        self._note(number, kind.encode(), self._file.seek(0, os.SEEK_END))
+        self._write(f"{number} {kind} ".encode() + encode(value) + b"\n")
+
+    def sync(self) -> None:
+        """Make everything that was appended outlast a crash of the machine."""
+        if self._unsynced:
+            os.fsync(self._file.fileno())
+            self._unsynced = 0
+
+    def entries(self) -> Iterator[tuple[int, str, bytes]]:
+        """Yield (number, kind, JSON) of every line that has an entry, in the input's order.
+
+        Raises: DataError when an entry is damaged.
+        """
+        for number, offset in enumerate(self._offsets):
+            if offset < 0:
+                continue
+            self._file.seek(offset)
+            line = self._file.readline()
+            match = _ENTRY.match(line)
+            if match is None or int(match[1]) != number or not line.endswith(b"\n"):
+                raise DataError(f"{self.path}: the entry of line {number} is damaged")
+            yield number, match[2].decode(), line[match.end() : -1]
+
+    def close(self) -> None:
+        """Sync and let go of the file."""
+        self.sync()
+        self._file.close()
+
+    def _write(self, data: bytes) -> None:
+        self._file.write(data)
+        self._file.flush()
+        self._unsynced += 1
+
+    def _load(self) -> None:
+        """Find every whole entry, and cut off a last line that a kill left unfinished."""
+        self._file.seek(0)
+        offset = 0
+        for line in self._file:
+            if not line.endswith(b"\n"):
+                self._file.truncate(offset)
+                break
+            if offset == 0 and line.startswith(_SETTINGS):
+                self.settings = self._read_settings(line[len(_SETTINGS) :])
+            elif (match := _ENTRY.match(line)) and int(match[1]) < len(self._kinds):
+                self._note(int(match[1]), match[2], offset)
+            offset += len(line)
+
+    def _read_settings(self, text: bytes) -> dict[str, Any]:
+        try:
+            return dict(json.loads(text))
+        except (ValueError, TypeError) as error:
+            raise DataError(f"{self.path}: its first line is damaged; remove it") from error
+
+    def _note(self, number: int, kind: bytes, offset: int) -> None:
+        self._offsets[number] = offset
+        self._kinds[number] = kind[0]

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -97,20 +98,35 @@ class Facts:
 
     def local_target(self, directory: Path) -> str | None:
         """Return a digest over config.json and the weight files' names and sizes."""
-        config = directory / "config.json"
-        weights = sorted({p for pattern in WEIGHTS for p in directory.glob(pattern)})
         hint = f"dflashctl push LOCAL {directory.parent}"
-        if not config.is_file():
-            text = f"target.path {directory} holds no config.json"
+        if not directory.is_dir():
+            text = f"target.path {directory} is not in the container"
             self.problem("target-missing", text, hint)
             return None
-        if not weights:
-            self.problem("target-missing", f"target.path {directory} holds no weights", hint)
+        faults = self.model_faults(directory)
+        for text, fix in faults:
+            self.problem("target-damaged", f"target.path {directory}: {text}", f"{fix}; {hint}")
+        if faults:
+            return None
+        config = directory / "config.json"
+        weights = sorted({p for pattern in WEIGHTS for p in directory.glob(pattern)})
+        if not (config.is_file() and weights):
+            text = f"target.path {directory} holds no config.json or no weights"
+            self.problem("target-missing", text, hint)
             return None
         digest = hashlib.sha256(config.read_bytes())
         for path in weights:
             digest.update(f"{path.name}\0{path.stat().st_size}\n".encode())
         return f"sha256:{digest.hexdigest()}"
+
+    def model_faults(self, directory: Path) -> list[tuple[str, str]]:
+        """Return what the release's own look at a model directory finds: (text, next step)."""
+        release = self.workspace / "releases" / self.arguments["release"]
+        path = release / "trainer" / "contract" / "model_directory.py"
+        damaged = any(code.startswith("release-") for code, _, _ in self.problems)
+        if damaged or not path.is_file():  # a run may be resumed with an older release
+            return []
+        return list(runpy.run_path(str(path))["faults"](directory))
 
     def hub_target(self, name: str) -> str | None:
         """Return the commit that the hub cache of the container holds for the revision."""

@@ -107,14 +107,20 @@ def write_project(root: Path, workspace: str, hosts: str) -> None:
     (root / "train.yaml").write_text(TRAIN.format(target=target, data=data))
 
 
+def write_model(directory: Path) -> None:
+    """Write a directory with the files of a model, whole by their headers, and nothing in them."""
+    directory.mkdir()
+    (directory / "config.json").write_text('{"model_type": "none"}')
+    (directory / "tokenizer.json").write_text("{}")
+    (directory / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
+
+
 @pytest.fixture
 def project(tmp_path: Path, stand_in: Path) -> Iterator[Project]:
     """A project whose container is this machine itself, with two CPU roles."""
     # Short, unlike tmp_path: the runs' tmux sockets live below it.
     workspace = Path(tempfile.mkdtemp(prefix="ws-"))
-    (workspace / "target").mkdir()
-    (workspace / "target" / "config.json").write_text('{"model_type": "none"}')
-    (workspace / "target" / "model.safetensors").write_bytes(b"\0" * 64)
+    write_model(workspace / "target")
     (workspace / "chats.jsonl").write_text('{"messages": []}\n')
     hosts = HOSTS.format(workspace=workspace, python=sys.executable)
     write_project(tmp_path, str(workspace), hosts)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dflashctl.lab.site import Lab
-from tests.dflashctl.act.conftest import Project, wait_until, write_project
+from tests.dflashctl.act.conftest import Project, wait_until, write_model, write_project
 
 pytestmark = pytest.mark.lab
 
@@ -34,9 +34,7 @@ def project(tmp_path: Path, stand_in: Path, lab_site: Lab) -> Iterator[Project]:
     write_project(
         tmp_path, workspace, hosts.replace("workspace: /workspace\n", f"workspace: {workspace}\n")
     )
-    (tmp_path / "target").mkdir()
-    (tmp_path / "target" / "config.json").write_text("{}")
-    (tmp_path / "target" / "model.safetensors").write_bytes(b"\0" * 64)
+    write_model(tmp_path / "target")
     (tmp_path / "chats.jsonl").write_text("{}\n")
     project = Project(tmp_path, workspace, stand_in, place="kpro6/200")
     yield project

@@ -132,7 +132,7 @@ def test_what_stands_against_a_launch_is_told_with_the_next_command(project: Pro
         (Path(project.workspace) / name).unlink()
     refused = project.run("launch", "--tag", "x")
     assert refused.returncode == 3
-    assert "holds no weights" in refused.stderr
+    assert "target: model.safetensors is missing" in refused.stderr
     assert "chats.jsonl is not in the container" in refused.stderr
     assert "dflashctl push" in refused.stderr
     assert not (project.root / "runs").exists(), "a refused launch leaves no record"

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from trainer.contract.errors import ContractError
 from trainer.contract.exit_record import TrainerExit
+from trainer.data import prepare_options
 from trainer.errors import CheckpointError, DataError, ServerError, TargetError, TrainerError
 from trainer.regenerate import options as regenerate_options
 
@@ -99,12 +100,21 @@ def _regenerate(args: argparse.Namespace) -> int:
     return int(TrainerExit.FINISHED)
 
 
+def _prepare(args: argparse.Namespace) -> int:
+    options = prepare_options.from_arguments(args)
+    from trainer.data.prepare import prepare, report  # noqa: PLC0415
+
+    sys.stdout.write("\n".join(report(prepare(options))) + "\n")
+    return int(TrainerExit.FINISHED)
+
+
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "train": _train,
     "warmup": _warmup,
     "check": _check,
     "evaluate": _evaluate,
     "export": _export,
+    "prepare": _prepare,
     "regenerate": _regenerate,
 }
 
@@ -150,6 +160,8 @@ def _parser() -> argparse.ArgumentParser:
         help="equality with plain decoding is exact in float32 alone",
     )
     command("export", "write the newest checkpoint in the z-lab layout")
+    text = "make tokenised shards of files of chats"
+    prepare_options.add_arguments(commands.add_parser("prepare", help=text, description=text))
     text = "have the answers of chats written anew by the target, through its server"
     regenerate_options.add_arguments(commands.add_parser("regenerate", help=text, description=text))
     return parser

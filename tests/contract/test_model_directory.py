@@ -50,6 +50,7 @@ DAMAGE: dict[str, tuple[str, bytes | None, str]] = {
     "config of nothing": ("config.json", b"{}", "config.json names no model_type"),
     "config a pointer": ("config.json", POINTER, "config.json is a pointer of Git LFS"),
     "tokenizer absent": ("tokenizer.json", None, "tokenizer.json is missing"),
+    "tokenizer of nothing": ("tokenizer.json", b"{}", "tokenizer.json is no tokenizer"),
     "tokenizer cut": ("tokenizer.json", b'{"mo', "tokenizer.json is damaged or half copied"),
     "shard absent": (SHARDS[1], None, f"{SHARDS[1]} is missing"),
     "shard empty": (SHARDS[1], b"", f"{SHARDS[1]} is empty (0 bytes)"),

@@ -61,7 +61,9 @@ def _tokenizer_faults(directory: Path) -> Iterator[Fault]:
     if not found:
         yield Fault(f"{TOKENIZERS[0]} is missing", COPY)
     for path in found:
-        fault = _json_object(path)[1] if path.suffix == ".json" else _plain_fault(path)
+        held, fault = _json_object(path) if path.suffix == ".json" else ({}, _plain_fault(path))
+        if fault is None and path.name == TOKENIZERS[0] and "model" not in held:
+            fault = Fault(f"{path.name} is no tokenizer: it holds no model", COPY)
         if fault is not None:
             yield fault
 

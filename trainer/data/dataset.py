@@ -114,8 +114,9 @@ def load_tokenizer(path: str, revision: str | None = None) -> Any:
     """Load the target's tokenizer; raises DataError when it is absent, slow or has no template."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
-    except (OSError, ValueError) as error:
-        raise DataError(f"target.path {path}: no tokenizer can be loaded: {error}") from error
+    except Exception as error:  # a damaged file: KeyError of transformers, Exception of tokenizers
+        text = f"{type(error).__name__}: {error}"
+        raise DataError(f"target.path {path}: no tokenizer can be loaded: {text}") from error
     if not tokenizer.is_fast:
         raise DataError(f"target.path {path}: its tokenizer reports no offsets (tokenizer.json)")
     if not tokenizer.chat_template:

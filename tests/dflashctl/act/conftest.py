@@ -111,7 +111,7 @@ def write_model(directory: Path) -> None:
     """Write a directory with the files of a model, whole by their headers, and nothing in them."""
     directory.mkdir()
     (directory / "config.json").write_text('{"model_type": "none"}')
-    (directory / "tokenizer.json").write_text("{}")
+    (directory / "tokenizer.json").write_text('{"model": {}}')
     (directory / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
 
 

@@ -69,7 +69,8 @@ def test_the_wheel_runs_gpus_deploy_and_launch_without_torch_on_the_laptop(
     write_project(project, workspace, hosts.replace(": /workspace\n", f": {workspace}\n"))
     lab_site.in_container(
         "kpro7", 200, f"mkdir -p {workspace}/target; cd {workspace}; echo '{{}}' > chats.jsonl; "
-        "cd target; echo '{}' > tokenizer.json; echo '{\"model_type\": \"none\"}' > config.json; "
+        "cd target; echo '{\"model\": {}}' > tokenizer.json; "
+        "echo '{\"model_type\": \"none\"}' > config.json; "
         "printf '\\2\\0\\0\\0\\0\\0\\0\\0{}' > model.safetensors",
     )  # fmt: skip
     command = [str(installed.with_name("dflashctl")), "-l", "kpro7/200"]

@@ -1,0 +1,1 @@
+"""The train-serve parity gate: what a run is proven to do right before its first step."""

@@ -1,0 +1,183 @@
+"""The gate: all checks of a run in their order, as ``python -m trainer check --run-dir DIR``.
+
+A check that needs another one which failed is skipped and says so. A check that breaks has failed:
+what it ran is what the run would have run.
+"""
+
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.check import artifact, features, isolation, objective, parity, tokens
+from trainer.check.findings import (
+    FAIL,
+    OK,
+    SKIPPED,
+    FaultFoundError,
+    Finding,
+    NotApplicableError,
+    Report,
+)
+from trainer.check.subject import Subject
+
+_RELEASE = "this release of the trainer computes it wrongly: do not train with it, mend that module"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One named check: its function tells what it saw, or raises what it found.
+
+    needs: names of checks without which it means nothing. where and fix: told when it fails and
+    knows nothing nearer. faults: numbers of docs/faults.md.
+    """
+
+    name: str
+    look: Callable[[Subject], str]
+    needs: tuple[str, ...]
+    where: str
+    faults: tuple[int, ...]
+    fix: str = _RELEASE
+
+
+CHECKS = (
+    Check(
+        "draft-shape",
+        tokens.draft_shape,
+        (),
+        "train.yaml: draft",
+        (38, 42),
+        "change that setting in train.yaml",
+    ),
+    Check("mask-token", tokens.mask_token, (), "train.yaml: draft.mask_token_id", (34, 38)),
+    Check("answers", tokens.answers, (), "data.path", (35, 36)),
+    Check(
+        "target-files",
+        features.weights_on_disk,
+        (),
+        "target.path",
+        (1, 15),
+        "copy the model again, whole",
+    ),
+    Check("target", features.target_loads, ("draft-shape",), "target.path", (15, 39)),
+    Check(
+        "layer-offset",
+        features.layer_offset,
+        ("target",),
+        "trainer/model/target.py",
+        (5, 22, 41, 42),
+    ),
+    Check(
+        "batch-isolation",
+        features.batch_isolation,
+        ("target",),
+        "trainer/workers/target.py",
+        (9, 25),
+    ),
+    Check(
+        "serve-features", features.serve_features, ("target",), "trainer/model/target.py", (4, 25)
+    ),
+    Check("head-identity", features.head_identity, ("target",), "trainer/model/target.py", (1, 44)),
+    Check("tap-count", features.tap_count, ("target",), "trainer/model/draft.py", (42,)),
+    Check("rope", parity.rope, ("draft-shape",), "trainer/model/draft.py", (25,)),
+    Check("positions", parity.positions, ("target",), "trainer/data/packing.py", (4, 20)),
+    Check("anchors", objective.anchors, ("target",), "trainer/data/anchors.py", (6, 21)),
+    Check("slots", objective.slots, ("target",), "trainer/loss.py", (1, 8, 24, 46)),
+    Check("weights", objective.weights, ("target",), "trainer/loss.py", (6, 20, 36)),
+    Check("loss", objective.loss_value, ("target",), "trainer/loss.py", (1, 8, 23)),
+    Check(
+        "strict-context", isolation.strict_context, ("target",), "trainer/model/masks.py", (4, 5)
+    ),
+    Check("documents", isolation.document_isolation, ("target",), "trainer/model/masks.py", (20,)),
+    Check("blocks", isolation.block_isolation, ("target",), "trainer/model/masks.py", (2,)),
+    Check("padding", isolation.padded_blocks, ("target",), "trainer/model/masks.py", (33,)),
+    Check("causal", isolation.causal_flag, ("target",), "trainer/model/masks.py", (3, 43)),
+    Check("window", isolation.window_edge, ("target",), "trainer/model/masks.py", (43,)),
+    Check(
+        "mask-table", isolation.mask_table, ("target",), "trainer/model/masks.py", (2, 3, 4, 20, 43)
+    ),
+    Check(
+        "backends", isolation.backends_agree, ("target",), "trainer/model/attention.py", (17, 18)
+    ),
+    Check(
+        "forward-equals-decode",
+        parity.forward_equals_decode,
+        ("target",),
+        "trainer/model/draft.py",
+        (4, 5, 25, 43),
+    ),
+    Check("dtypes", artifact.dtypes, ("target",), "trainer/optim.py", (45, 47)),
+    Check("export", artifact.export_round_trip, ("target",), "trainer/export", (16, 42, 46)),
+    Check("resume-guard", artifact.resume_guard, ("target",), "trainer/assembly.py", (34,)),
+)
+
+
+def examine(run_dir: Path, *, fast: bool) -> Report:
+    """Make every check of a run and report what was found.
+
+    fast: a miniature of the target and the first chats, in seconds on one core. Progress goes to
+    stderr in the full check. Raises: ContractError, DataError or TargetError when there is nothing
+    to check: no manifest, no data, no target.
+    """
+    began = time.monotonic()
+    subject = Subject(run_dir, fast=fast)
+    # Without these there is nothing to check, and the trainer's own words are the best.
+    _ = subject.known, subject.tokenizer, subject.data.samples
+    findings: dict[str, Finding] = {}
+    for check in CHECKS:
+        if not fast:
+            sys.stderr.write(f"checking {check.name}\n")
+        findings[check.name] = _look(check, subject, findings)
+    return Report(
+        tuple(findings.values()), fast, subject.config.target.path, time.monotonic() - began
+    )
+
+
+def _look(check: Check, subject: Subject, before: dict[str, Finding]) -> Finding:
+    unmet = [name for name in check.needs if before[name].status != OK]
+    if unmet:
+        status = before[unmet[0]].status
+        why = "failed" if status == FAIL else "was skipped"
+        return Finding(check.name, SKIPPED, f"{unmet[0]} {why}", faults=check.faults)
+    began = time.monotonic()
+    try:
+        told = check.look(subject)
+    except NotApplicableError as reason:
+        return Finding(check.name, SKIPPED, str(reason), faults=check.faults)
+    except FaultFoundError as fault:
+        return _failed(check, fault, began)
+    except Exception as error:  # noqa: BLE001 - whatever breaks here would break the run
+        return _failed(check, _broken(error), began)
+    return Finding(
+        check.name, OK, told, faults=check.faults, seconds=round(time.monotonic() - began, 3)
+    )
+
+
+def _failed(check: Check, fault: FaultFoundError, began: float) -> Finding:
+    return Finding(
+        check.name,
+        FAIL,
+        fault.what,
+        fault.where or check.where,
+        fault.fix or check.fix,
+        check.faults,
+        round(time.monotonic() - began, 3),
+    )
+
+
+def _broken(error: Exception) -> FaultFoundError:
+    """Return what broke and the innermost line of the trainer that it broke in."""
+    root = Path(__file__).resolve().parents[2]
+    frames = [
+        f"{Path(frame.filename).relative_to(root)}:{frame.lineno}"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if Path(frame.filename).is_relative_to(root / "trainer")
+    ]
+    text = " ".join(str(error).split()) or type(error).__name__
+    known = type(error).__module__.startswith("trainer.")
+    return FaultFoundError(
+        text if known else f"{type(error).__name__}: {text}",
+        where="" if known else (frames[-1] if frames else ""),
+    )

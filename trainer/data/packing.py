@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trainer.contract.config import DataConfig, TrainConfig
 from trainer.data.anchors import anchor_seed, sample_anchors
-from trainer.data.dataset import ChatDataset
+from trainer.data.dataset import Dataset
 from trainer.errors import DataError
 
 ROW_MULTIPLE = 16  # row lengths are rounded up to this, so that few shapes occur
@@ -75,24 +75,43 @@ class Batch:
         return replace(self, **moved)  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True)
+class _Layout:
+    """The batches of one epoch: ``members[starts[b] : starts[b + 1]]`` are batch b's samples.
+
+    order: which batch comes when. Four bytes a sample; an epoch of lists would take a hundred.
+    """
+
+    members: npt.NDArray[np.int32]
+    starts: npt.NDArray[np.int64]
+    order: npt.NDArray[np.int64]
+
+    def batch(self, place: int) -> list[int]:
+        number = self.order[place]
+        samples: list[int] = self.members[self.starts[number] : self.starts[number + 1]].tolist()
+        return samples
+
+
 class BatchPlan:
     """Which samples each batch holds; batch ``index`` counts through all epochs.
 
     Every epoch visits every sample once in its own order. Safe to share between threads.
     """
 
-    def __init__(self, lengths: Sequence[int], config: DataConfig, seed: int) -> None:
-        if not len(lengths):
+    def __init__(
+        self, lengths: Sequence[int] | npt.NDArray[np.int64], config: DataConfig, seed: int
+    ) -> None:
+        self._lengths = np.asarray(lengths, np.int64)
+        if not len(self._lengths):
             raise DataError("a plan needs at least one sample")
-        longest = max(lengths)
+        longest = int(self._lengths.max())
         if longest > config.token_budget:
             raise DataError(
                 f"data.token_budget {config.token_budget}: the longest sample has {longest} tokens"
             )
-        self._lengths = np.asarray(lengths, np.int64)
         self._config, self._seed = config, seed
         self._lock = threading.Lock()
-        self._epochs: dict[int, list[Rows]] = {}
+        self._epochs: dict[int, _Layout] = {}
         self._ends: list[int] = []  # batches up to and with each epoch
 
     @property
@@ -122,62 +141,72 @@ class BatchPlan:
             epoch = 0
             while self._end(epoch) <= index:
                 epoch += 1
-            batches = self._batches(epoch)
-            return epoch, batches[index - self._end(epoch - 1)]
+            samples = self._layout(epoch).batch(index - self._end(epoch - 1))
+        return epoch, [samples] if self._config.packing else [[sample] for sample in samples]
 
     def _end(self, epoch: int) -> int:
         while len(self._ends) <= epoch:
-            added = len(self._batches(len(self._ends)))
+            added = len(self._layout(len(self._ends)).order)
             self._ends.append((self._ends[-1] if self._ends else 0) + added)
         return self._ends[epoch] if epoch >= 0 else 0
 
-    def _batches(self, epoch: int) -> list[Rows]:
+    def _layout(self, epoch: int) -> _Layout:
         if epoch not in self._epochs:
             rng = np.random.default_rng((self._seed, epoch))
             order = rng.permutation(len(self._lengths))
-            made = self._packed(order) if self._config.packing else self._rows(order)
+            members, starts = self._packed(order) if self._config.packing else self._rows(order)
             self._epochs = {k: v for k, v in self._epochs.items() if abs(k - epoch) <= 1}
-            self._epochs[epoch] = [made[i] for i in rng.permutation(len(made))]
+            shuffled = rng.permutation(len(starts) - 1)
+            self._epochs[epoch] = _Layout(members.astype(np.int32), starts, shuffled)
         return self._epochs[epoch]
 
-    def _rows(self, order: npt.NDArray[np.int64]) -> list[Rows]:
+    def _rows(
+        self, order: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Samples of similar length side by side, each in its own row."""
         config = self._config
         window = WINDOW_BATCHES * config.max_batch_size
-        made: list[Rows] = []
-        for start in range(0, len(order), window):
-            part = order[start : start + window]
-            by_length = part[np.argsort(-self._lengths[part], kind="stable")]
-            current: Rows = []
-            for sample in by_length.tolist():
-                longest = int(self._lengths[current[0][0]]) if current else 0
-                tokens = (len(current) + 1) * row_length(longest, config.token_budget)
-                if current and (tokens > config.token_budget or self._full(len(current))):
-                    made.append(current)
-                    current = []
-                current.append([sample])
-            made.append(current)
-        return made
+        # Longest first in each window; the shuffled order decides between equal lengths.
+        members = order[np.lexsort((-self._lengths[order], np.arange(len(order)) // window))]
+        lengths = self._lengths[members]
+        starts = [0]
+        while starts[-1] < len(members):
+            start = starts[-1]
+            longest = row_length(int(lengths[start]), config.token_budget)
+            room = min(config.max_batch_size, config.token_budget // longest)
+            end_of_window = (start // window + 1) * window
+            starts.append(min(start + room, end_of_window, len(members)))
+        return members, np.array(starts, np.int64)
 
-    def _packed(self, order: npt.NDArray[np.int64]) -> list[Rows]:
-        """One row of token_budget tokens a batch, filled first-fit over a few open rows."""
-        made: list[Rows] = []
-        open_rows: list[tuple[list[int], int]] = []
-        for sample in order.tolist():
-            length = int(self._lengths[sample])
-            for i, (row, left) in enumerate(open_rows):
-                if length <= left and not self._full(len(row)):
-                    row.append(sample)
-                    open_rows[i] = (row, left - length)
+    def _packed(
+        self, order: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """One row of token_budget tokens a batch, filled first-fit over a few open rows.
+
+        Rows close in the order in which they were opened, so a row's number is its batch.
+        """
+        most, budget = self._config.max_batch_size, self._config.token_budget
+        numbers: list[int] = []  # row of each sample
+        open_rows: list[list[int]] = []  # [tokens left, samples left, number], the oldest first
+        opened = 0
+        for length in self._lengths[order].tolist():
+            for row in open_rows:
+                if length <= row[0]:
                     break
             else:
                 if len(open_rows) == OPEN_ROWS:
-                    made.append([open_rows.pop(0)[0]])
-                open_rows.append(([sample], self._config.token_budget - length))
-        return made + [[row] for row, _ in open_rows]
-
-    def _full(self, num_samples: int) -> bool:
-        return num_samples >= self._config.max_batch_size
+                    del open_rows[0]
+                row = [budget, most, opened]
+                open_rows.append(row)
+                opened += 1
+            row[0] -= length
+            row[1] -= 1
+            if not row[1]:
+                row[0] = 0  # full: nothing is 0 tokens long
+            numbers.append(row[2])
+        rows = np.array(numbers, np.int32)
+        starts = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=opened))])
+        return order[np.argsort(rows, kind="stable")], starts
 
 
 class BatchMaker:
@@ -186,7 +215,7 @@ class BatchMaker:
     Raises (constructor): DataError when the mask token occurs in the data.
     """
 
-    def __init__(self, dataset: ChatDataset, plan: BatchPlan, config: TrainConfig) -> None:
+    def __init__(self, dataset: Dataset, plan: BatchPlan, config: TrainConfig) -> None:
         dataset.check_mask_token(config.draft.mask_token_id)
         self._dataset, self._plan, self._config = dataset, plan, config
 

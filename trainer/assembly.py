@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
@@ -17,8 +18,10 @@ from trainer.compile_gate import CompileGate, GateSettings
 from trainer.contract.config import TrainConfig
 from trainer.contract.errors import ConfigError, ManifestError
 from trainer.contract.manifest import Gpu, Manifest
-from trainer.data.dataset import ChatDataset, load_chats, load_tokenizer
+from trainer.data.coverage import Coverage, expected_coverage
+from trainer.data.dataset import Dataset, load_tokenizer
 from trainer.data.packing import BatchMaker, BatchPlan
+from trainer.data.shards import open_dataset
 from trainer.errors import DataError
 from trainer.model.attention import Attention, FlexAttention, SdpaAttention
 from trainer.model.batching import BatchingFinding, settle_batching
@@ -29,6 +32,7 @@ from trainer.workers.drafter import Replica, StepRange
 
 # Tap sizes vary little between chats; this many samples fix them to a per mille.
 _TAP_SCALE_SAMPLES = 64
+_COVERAGE_BATCHES = 32  # spread over the first epoch
 _GRAPHS_PER_SHAPE = 4
 _MAY_CHANGE = frozenset(
     (
@@ -131,22 +135,31 @@ def gate_settings(config: TrainConfig, num_devices: int) -> GateSettings:
 class Data:
     """The tokenised chats and the plan over them."""
 
-    dataset: ChatDataset
+    dataset: Dataset
     plan: BatchPlan
     maker: BatchMaker
 
     @classmethod
     def load(cls, manifest: Manifest, config: TrainConfig) -> "Data":
-        """Tokenise the chats. Raises: DataError, also when the file is not the launched one."""
+        """Open or tokenise the data. Raises: DataError, also when it is not the launched one."""
         tokenizer = load_tokenizer(config.target.path, config.target.revision)
-        dataset = load_chats(config.data.path, tokenizer, config.data.max_length)
+        dataset = open_dataset(config.data.path, tokenizer, config.data.max_length)
         if dataset.sha256 != manifest.dataset_sha256:
             raise DataError(
                 f"{config.data.path} has changed since the launch: sha256"
                 f" {dataset.sha256[:12]}, the manifest has {manifest.dataset_sha256[:12]}"
             )
-        plan = BatchPlan(dataset.lengths.tolist(), config.data, config.seed)
+        plan = BatchPlan(dataset.lengths, config.data, config.seed)
         return cls(dataset, plan, BatchMaker(dataset, plan, config))
+
+    def coverage(self, config: TrainConfig) -> Coverage:
+        """Return which share of the trained tokens the drawn blocks reach, by a few batches."""
+        last = self.plan.batches_in_epoch - 1
+        places = np.unique(np.linspace(0, last, _COVERAGE_BATCHES).round().astype(int))
+        batches = [self.maker.make(int(place)) for place in places]
+        return expected_coverage(
+            batches, config.data.max_anchors, config.draft.block_size, config.optim.epochs
+        )
 
 
 def step_range(config: TrainConfig, plan: BatchPlan, num_drafters: int) -> StepRange:
@@ -202,7 +215,7 @@ def draft_config(config: TrainConfig, target: Target) -> DraftConfig:
     return DraftConfig.from_target(target.text_config, config.draft, target.num_layers)
 
 
-def tap_scale(target: Target, dataset: ChatDataset, gate: CompileGate) -> Tensor:
+def tap_scale(target: Target, dataset: Dataset, gate: CompileGate) -> Tensor:
     """Measure 1 / RMS of each tap on the first samples. Shapes: [n] fp32."""
     documents = [torch.from_numpy(s.input_ids) for s in dataset.samples[:_TAP_SCALE_SAMPLES]]
     with current_device(target.device):

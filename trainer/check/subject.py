@@ -19,8 +19,9 @@ from transformers import AutoConfig
 from trainer import assembly
 from trainer.check.miniature import build_miniature, layer_count, tap_ids
 from trainer.contract.config import DraftModelConfig, TrainConfig
-from trainer.data.dataset import ChatDataset, Sample, load_chats, load_tokenizer
+from trainer.data.dataset import ChatDataset, Dataset, Sample, load_chats, load_tokenizer
 from trainer.data.packing import Batch, BatchMaker, BatchPlan
+from trainer.data.shards import ShardDataset
 from trainer.errors import DataError, TargetError
 from trainer.loss import BlockTargets, block_targets
 from trainer.model.draft import DraftConfig, DraftModel
@@ -81,7 +82,7 @@ class Subject:
         return load_tokenizer(self.config.target.path, self.config.target.revision)
 
     @cached_property
-    def data(self) -> ChatDataset:
+    def data(self) -> Dataset:
         """The samples looked at: the first ones in the fast check, all in the full one."""
         if not self.fast:
             return assembly.Data.load(self.manifest, self.config).dataset
@@ -212,6 +213,10 @@ class Subject:
 
 def first_chats(path: Path, tokenizer: Any, config: TrainConfig) -> ChatDataset:
     """Return the first chats of the run's data without reading the rest. Raises: DataError."""
+    if path.is_dir():
+        shards = ShardDataset(path)
+        shards.check_run(tokenizer, config.data.max_length)
+        return ChatDataset(str(path), shards.sha256, tuple(shards.samples[:FAST_CHATS]))
     lines: list[bytes] = []
     try:
         with path.open("rb") as stream:

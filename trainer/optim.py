@@ -235,8 +235,9 @@ class DraftOptimizer:
         fallback = config.lr * _ADAMW_PER_MUON_LR if muon else config.lr
         lr = fallback if config.adamw_lr is None or not muon else config.adamw_lr
         groups = [
-            {"params": [m for m in rest if m.ndim >= 2], "weight_decay": config.weight_decay},
-            {"params": [m for m in rest if m.ndim < 2], "weight_decay": 0.0},
+            # Only matrices decay: norms and the kernels of convolutions rest at 1, not at 0.
+            {"params": [m for m in rest if m.ndim == 2], "weight_decay": config.weight_decay},
+            {"params": [m for m in rest if m.ndim != 2], "weight_decay": 0.0},
         ]
         adamw = torch.optim.AdamW(
             [g for g in groups if g["params"]], lr=lr, betas=config.betas, fused=True
@@ -270,13 +271,13 @@ class DraftOptimizer:
         # The greatest absolute value passes NaN on and needs no second tensor of this size.
         return bool(torch.linalg.vector_norm(self.flat_grad, ord=math.inf).isfinite())
 
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the gradients summed so far by parameter name (not copies)."""
+        return dict(zip(self._names, self._grads, strict=True))
+
     def blame(self) -> str:
         """Say in words which gradients are not finite."""
-        bad = [
-            name
-            for name, grad in zip(self._names, self._grads, strict=True)
-            if not bool(torch.isfinite(grad).all())
-        ]
+        bad = [n for n, grad in self.gradients().items() if not bool(torch.isfinite(grad).all())]
         if not bad:
             return "every gradient is finite by itself"
         return f"gradient not finite in {len(bad)} of {len(self._names)} tensors, first {bad[0]}"

@@ -274,9 +274,15 @@ def load_target(
         num_layers = int(known.get_text_config().num_hidden_layers)
         ids = draft.target_layer_ids or default_target_layer_ids(num_layers, draft.num_taps)
         model, told = _model_class(known).from_pretrained(
-            config.path, dtype=getattr(torch, config.dtype), output_loading_info=True, **source
+            config.path,
+            dtype=getattr(torch, config.dtype),
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are told below
+            **source,
         )
-    except (OSError, ValueError, SafetensorError) as error:
+    except TargetError:
+        raise
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise TargetError(f"target.path {where} cannot be loaded: {error}") from error
     # transformers only warns, and fills what it does not find with random numbers.
     absent = sorted([*told["missing_keys"], *(key[0] for key in told["mismatched_keys"])])

@@ -5,7 +5,6 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -235,37 +234,3 @@ def test_incomplete_directory_is_named_with_its_fault(
     with pytest.raises(TargetError, match=named) as caught:
         load(train_config(target={"path": str(tiny_target_directory)}))
     assert str(tiny_target_directory) in str(caught.value)
-
-
-def hybrid_model(*, whole_class: bool) -> Any:
-    """A random Qwen3.5: gated delta layers and full attention, small enough for milliseconds."""
-    transformers = pytest.importorskip("transformers.models.qwen3_5")
-    text = transformers.Qwen3_5TextConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        layer_types=["linear_attention"] * 3 + ["full_attention"],
-    )
-    torch.manual_seed(0)
-    model = transformers.Qwen3_5ForCausalLM(text)
-    if whole_class:
-        model.config = transformers.Qwen3_5Config(text_config=text.to_dict())
-    return model
-
-
-@pytest.mark.parametrize("whole_class", [False, True])
-def test_hybrid_target_is_tapped_through_its_text_configuration(whole_class: bool):
-    target = Target(hybrid_model(whole_class=whole_class), (1, 2))
-    documents = [torch.arange(9), torch.arange(20, 36)]
-    together = target.document_features(documents)
-    (alone,) = target.document_features(documents[:1])
-    assert together[0].shape == (9, 64)
-    torch.testing.assert_close(together[0], alone, atol=1e-5, rtol=0)

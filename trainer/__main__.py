@@ -108,6 +108,12 @@ def _prepare(args: argparse.Namespace) -> int:
     return int(TrainerExit.FINISHED)
 
 
+def _replay(args: argparse.Namespace) -> int:
+    from trainer.replay import replay  # noqa: PLC0415
+
+    return int(TrainerExit.FINISHED if replay(args.run_dir, args.batch) else TrainerExit.FAILED)
+
+
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "train": _train,
     "warmup": _warmup,
@@ -116,6 +122,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "export": _export,
     "prepare": _prepare,
     "regenerate": _regenerate,
+    "replay": _replay,
 }
 
 
@@ -148,6 +155,8 @@ def _parser() -> argparse.ArgumentParser:
         "--reuse", action="store_true", help="do not make a fast check again that has passed"
     )
     check.add_argument("--json", action="store_true", help="one JSON document, no table")
+    again = command("replay", "run a batch again that was not finite; name the first bad tensor")
+    again.add_argument("--batch", type=Path, required=True, help="failed_batch_*.safetensors")
     measure = command("evaluate", "measure the acceptance length by real decoding")
     measure.add_argument("--prompts", type=Path, required=True, help="JSONL of chats")
     measure.add_argument("--num-prompts", type=int, help="prompts to decode; all when left out")

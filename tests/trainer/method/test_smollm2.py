@@ -1,7 +1,6 @@
-"""The real SmolLM2-135M-Instruct; DFLASHCTL_SMOLLM2 names its directory, else these are skipped."""
+"""The real SmolLM2-135M-Instruct, as `make model` prepares it."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -13,20 +12,15 @@ from trainer.evaluate import evaluate
 from trainer.model.draft import DraftConfig, DraftModel
 from trainer.model.target import Target, load_target
 
-DIRECTORY = os.environ.get("DFLASHCTL_SMOLLM2", "")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not DIRECTORY, reason="DFLASHCTL_SMOLLM2 names no directory"),
-    pytest.mark.timeout(120),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 DRAFT = DraftModelConfig(
     num_draft_layers=1, block_size=4, mask_token_id=16, num_taps=5, dtype="float32"
 )
 
 
 @pytest.fixture(scope="module")
-def target() -> Target:
-    return load_target(TargetConfig(path=DIRECTORY, dtype="float32"), DRAFT, "cpu")
+def target(smollm2: Path) -> Target:
+    return load_target(TargetConfig(path=str(smollm2), dtype="float32"), DRAFT, "cpu")
 
 
 def test_taps_are_the_published_layers_and_hugging_faces_states(target: Target):
@@ -39,8 +33,10 @@ def test_taps_are_the_published_layers_and_hugging_faces_states(target: Target):
     torch.testing.assert_close(features, wanted)
 
 
-def test_template_without_generation_marker_trains_the_answer_alone(target: Target, tmp_path: Path):
-    tokenizer = load_tokenizer(DIRECTORY)
+def test_template_without_generation_marker_trains_the_answer_alone(
+    target: Target, smollm2: Path, tmp_path: Path
+):
+    tokenizer = load_tokenizer(str(smollm2))
     messages = [
         {"role": "user", "content": "What is the capital of France?"},
         {"role": "assistant", "content": "The capital of France is Paris."},
@@ -57,8 +53,8 @@ def test_template_without_generation_marker_trains_the_answer_alone(target: Targ
     assert answer[-1] in target.stop_ids
 
 
-def test_speculative_answer_is_the_plain_one_and_names_paris(target: Target):
-    tokenizer = load_tokenizer(DIRECTORY)
+def test_speculative_answer_is_the_plain_one_and_names_paris(target: Target, smollm2: Path):
+    tokenizer = load_tokenizer(str(smollm2))
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": "What is the capital of France?"}],
         add_generation_prompt=True,

@@ -72,9 +72,25 @@ def rehearse(
     gpus = claim_roles(ways, facts) if request.claim else cpu_roles(ways.place.container)
     pinned = Pinned(name, request.code, request.config, gpus, request.argv)
     manifest = make_manifest(ways.place, pinned, facts)
-    environment = trainer_environment(ways.place.container, manifest)
-    key = manifest.cache_dir.rpartition("/")[2]
+    return rehearse_pinned(ways, manifest, request, on_output, on_report)
+
+
+def rehearse_pinned(
+    ways: Ways,
+    manifest: Manifest,
+    request: Rehearsal,
+    on_output: Callable[[bytes], None],
+    on_report: Callable[[Report], None],
+) -> Rehearsed:
+    """Run the command with a manifest that is made already, in one round trip.
+
+    Raises: as ``rehearse``, but for the facts and the GPUs.
+    """
+    name, key = request.command, manifest.cache_dir.rpartition("/")[2]
     run_dir = str(Workspace.at(manifest.workspace).rehearsal(name, key))
+    environment = trainer_environment(ways.place.container, manifest)
+    if not request.claim:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     command = TrainerCommand(
         run_dir=run_dir,
         argv=[name, "--run-dir", run_dir, *request.options],

@@ -1,4 +1,4 @@
-"""The verbs that act: init, deploy, push, gpus, warmup, launch, stop, evaluate, export, attach."""
+"""The verbs that act, from init to attach: each changes something, or takes GPUs."""
 
 import sys
 import time
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from trainer.contract.config import TrainConfig
 
 Tag = Annotated[str, typer.Argument(metavar="TAG", help="the run")]
+Best = Annotated[bool, typer.Option("--best", help="the checkpoint that evaluations found best")]
+Ema = Annotated[bool, typer.Option("--ema", help="the average of the weights")]
 TrainFile = Annotated[
     Path | None,
     typer.Option("--train", metavar="FILE", help="train.yaml (default: beside hosts.yaml)"),
@@ -32,7 +34,7 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="show what would change"
 
 def register(app: typer.Typer) -> None:
     """Add the acting verbs to ``app``."""
-    for verb in (init, deploy, push, gpus, warmup, launch, stop, evaluate, export, attach):
+    for verb in (init, deploy, push, gpus, check, warmup, launch, stop, evaluate, export, attach):
         app.command(verb.__name__, cls=Verb)(verb)
 
 
@@ -149,6 +151,39 @@ def gpus(
         raise typer.Exit(6 if partial else max(host.exit_code for host in failed))
 
 
+def check(
+    ctx: typer.Context,
+    train: TrainFile = None,
+    sets: Sets = None,
+    *,
+    fast: Annotated[
+        bool, typer.Option("--fast", help="seconds on the CPU, without the target's weights")
+    ] = False,
+) -> None:
+    """Prove that what would be trained is what will be served.
+
+    It loads the real target on the first target GPU; --fast is the part that launch runs.
+    """
+    from dflashctl.bundle import build_bundle
+    from dflashctl.operations.check import check as run
+    from dflashctl.parity import CheckRequest
+    from dflashctl.remote_run import Code
+    from dflashctl.render.findings import check_text
+
+    options = current(ctx)
+    place = options.place()
+    config = _train_config(options, place, train, sets)
+    request = CheckRequest(Code.of(build_bundle()), config, tuple(sys.argv), fast)
+    if not fast:
+        _say("checking; the target is loaded first")
+    with _ways(options, place) as ways:
+        result = run(ways, request, _to_stderr)
+    _show(options, result, check_text(result), ok=result.check.ok)
+    _tell_trips(options, result.round_trips)
+    if not result.check.ok:
+        raise typer.Exit(7)
+
+
 def warmup(ctx: typer.Context, train: TrainFile = None, sets: Sets = None) -> None:
     """Compile what a run needs, on each drafter GPU in turn.
 
@@ -173,7 +208,7 @@ def warmup(ctx: typer.Context, train: TrainFile = None, sets: Sets = None) -> No
     _tell_trips(options, result.round_trips)
 
 
-def launch(
+def launch(  # noqa: PLR0913 - the options of a verb are its parameters
     ctx: typer.Context,
     tag: Annotated[str | None, typer.Option("--tag", help="name of the new run")] = None,
     train: TrainFile = None,
@@ -187,27 +222,36 @@ def launch(
             metavar="SECONDS", callback=finite_seconds, help="longest wait for the first event"
         ),
     ] = 10.0,
+    *,
+    skip_check: Annotated[
+        bool, typer.Option("--skip-check", help="start without the check; the manifest says so")
+    ] = False,
 ) -> None:
-    """Start a run in tmux, and look again whether it lives."""
+    """Check the run, start it in tmux, and look again whether it lives."""
     from dflashctl.errors import UsageError
     from dflashctl.render.receipts import launch_text
 
     options = current(ctx)
     if resume is not None:
-        if tag or train or sets:
+        if tag or train or sets or skip_check:
             raise UsageError(
-                "--resume takes the run's own settings: no --tag, --train or --set",
+                "--resume takes the run's own settings: no --tag, --train, --set or --skip-check",
                 hint=f"dflashctl launch --resume {resume}",
             )
         result = _resume(options, resume, wait)
     else:
-        result = _launch(options, tag, train, sets, wait)
+        result = _launch(options, tag, (train, sets), wait, skip_check=skip_check)
     _show(options, result, launch_text(result))
     _tell_trips(options, result.round_trips)
 
 
 def _launch(
-    options: Options, tag: str | None, train: Path | None, sets: list[str] | None, wait: float
+    options: Options,
+    tag: str | None,
+    settings: tuple[Path | None, list[str] | None],
+    wait: float,
+    *,
+    skip_check: bool,
 ) -> Any:
     from dflashctl.bundle import build_bundle
     from dflashctl.operations.launch import LaunchRequest, refuse_recorded
@@ -216,8 +260,9 @@ def _launch(
 
     place, runs = options.place(), options.runs()
     tag = tag or _propose_tag(options, runs)
-    config = _train_config(options, place, train, sets)
-    request = LaunchRequest(tag, Code.of(build_bundle()), config, tuple(sys.argv), wait)
+    config = _train_config(options, place, *settings)
+    code = Code.of(build_bundle())
+    request = LaunchRequest(tag, code, config, tuple(sys.argv), wait, skip_check)
     refuse_recorded(runs, tag, place.label)  # before any connection is made
     with _ways(options, place) as ways:
         return run(ways, request, runs, _say)
@@ -272,6 +317,8 @@ def evaluate(  # noqa: PLR0913 - the options of a verb are its parameters
     target_dtype: Annotated[
         str | None, typer.Option(metavar="DTYPE", help="float32 makes the check exact")
     ] = None,
+    best: Best = False,
+    ema: Ema = False,
 ) -> None:
     """Measure the acceptance length by decoding in the container."""
     from dflashctl.operations.evaluate import EvaluateRequest
@@ -286,13 +333,14 @@ def evaluate(  # noqa: PLR0913 - the options of a verb are its parameters
         "--target-dtype": target_dtype,
     }
     words = [str(w) for pair in given.items() if pair[1] is not None for w in pair]
+    words += _weights(best=best, ema=ema)
     with _ways(options, options.place_of(tag)) as ways:
         result = run(ways, EvaluateRequest(tag, prompts, words), _to_stderr)
     _show(options, result, evaluate_text(result))
     _tell_trips(options, result.round_trips)
 
 
-def export(ctx: typer.Context, tag: Tag) -> None:
+def export(ctx: typer.Context, tag: Tag, *, best: Best = False, ema: Ema = False) -> None:
     """Write the draft of the last checkpoint in the z-lab layout."""
     from dflashctl.operations.export import export as run
     from trainer.contract.layout import Workspace
@@ -301,7 +349,7 @@ def export(ctx: typer.Context, tag: Tag) -> None:
     place = options.place_of(tag)
     layout = Workspace.at(place.container.workspace).run(tag)
     with closing(options.connect(place)) as transport:
-        result = run(transport, layout, _to_stderr)
+        result = run(transport, layout, _to_stderr, _weights(best=best, ema=ema))
     text = f"{place.label}  {tag} exported to {result.directory}\n  next: dflashctl pull {tag}\n"
     _show(options, result, text)
 
@@ -316,6 +364,11 @@ def attach(ctx: typer.Context, tag: Tag) -> None:
     layout = Workspace.at(place.container.workspace).run(tag)
     with closing(options.connect(place)) as transport:
         run(transport, layout)
+
+
+def _weights(*, best: bool, ema: bool) -> list[str]:
+    """Return the trainer's words for the choice of weights."""
+    return [word for word, given in (("--best", best), ("--ema", ema)) if given]
 
 
 def _train_config(

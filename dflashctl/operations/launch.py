@@ -6,7 +6,7 @@ out whether the earlier launch took place, and completes it.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dflashctl.errors import (
@@ -18,6 +18,7 @@ from dflashctl.errors import (
     UnreachableError,
 )
 from dflashctl.gpu_roles import Ways, claim_roles, require_free_again
+from dflashctl.parity import CheckRequest, look_before_launch, require_passed
 from dflashctl.remote_run import (
     Code,
     Pinned,
@@ -39,13 +40,18 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class LaunchRequest:
-    """A new run; ``wait_s``: how long the second look waits for the run's first event."""
+    """A new run.
+
+    wait_s: how long the second look waits for the run's first event. skip_check: start without the
+    train-serve check; the manifest then says so.
+    """
 
     tag: str
     code: Code
     config: TrainConfig
     argv: tuple[str, ...]
     wait_s: float = 10.0
+    skip_check: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,8 +71,9 @@ class LaunchResult:
 def launch(ways: Ways, request: LaunchRequest, runs: RunStore, say: Say) -> LaunchResult:
     """Start a run.
 
-    Raises: RefusedError (tag exists, GPU busy, release or data missing), MismatchError,
-    StateUnknownError when the answer of the start was lost, DflashctlError when the run ended.
+    Raises: RefusedError (tag exists, GPU busy, release or data missing, a failed check),
+    MismatchError, StateUnknownError when the answer of the start was lost, DflashctlError when the
+    run ended.
     """
     tag, label = check_tag(request.tag), ways.place.label
     refuse_recorded(runs, tag, label)
@@ -83,11 +90,25 @@ def launch(ways: Ways, request: LaunchRequest, runs: RunStore, say: Say) -> Laun
     raise_problems(facts, label)
     gpus = claim_roles(ways, facts)
     pinned = Pinned(tag, request.code, request.config, gpus, request.argv)
-    manifest = make_manifest(ways.place, pinned, facts)
+    manifest = _checked(ways, make_manifest(ways.place, pinned, facts), request, say)
     runs.intend(manifest)
     say("starting")
     _start(ways, manifest, runs, resume=False)
     return _prove(ways, manifest, runs, _Proof(request.wait_s), say)
+
+
+def _checked(ways: Ways, manifest: Manifest, request: LaunchRequest, say: Say) -> Manifest:
+    """Make the fast check over there and return the manifest with what came of it."""
+    if request.skip_check:
+        say("the check is skipped; the manifest says so")
+        return replace(manifest, check="skipped")
+    say("checking that training and serving agree")
+    asked = CheckRequest(request.code, request.config, request.argv, fast=True, reuse=True)
+    found = look_before_launch(
+        ways, manifest, asked, lambda data: say(data.decode("utf-8", "replace").rstrip("\n"))
+    )
+    require_passed(found, ways.place.label)
+    return replace(manifest, check="passed")
 
 
 def resume(ways: Ways, tag: str, runs: RunStore, say: Say, *, wait_s: float = 10.0) -> LaunchResult:

@@ -104,6 +104,7 @@ def pinned_text(manifest: Manifest) -> str:
         ("target on", _devices(manifest, "target")),
         ("drafter on", _devices(manifest, "drafter")),
         ("seed", str(manifest.seed)),
+        ("check", manifest.check),
         ("log", manifest.log_path),
         ("tmux", manifest.tag),
     ]

@@ -1,7 +1,7 @@
 """manifest.json: everything that was pinned when a run was launched."""
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 from trainer.contract.errors import ManifestError
@@ -26,7 +26,8 @@ class Manifest:
     A fact that cannot be learnt stops the launch: there is no "unknown". ``config`` is the whole
     training configuration as ``TrainConfig.to_dict`` gives it, ``packages`` the versions installed
     in the container, ``git_commit`` None only when the release came out of an installed wheel
-    (then ``dflashctl_version`` names it).
+    (then ``dflashctl_version`` names it). ``check``: passed, or skipped by --skip-check; none when
+    the launching program was older than the check.
     """
 
     run_id: str
@@ -49,6 +50,7 @@ class Manifest:
     config: dict[str, Any]
     seed: int
     argv: tuple[str, ...]
+    check: str = "none"
     v: int = VERSION
 
     @property
@@ -80,7 +82,7 @@ class Manifest:
             raise ManifestError(
                 f"manifest.json has version {raw['v']}, this reader knows {VERSION}"
             )
-        missing = sorted({f.name for f in fields(cls)} - raw.keys())
+        missing = sorted({f.name for f in fields(cls) if f.default is MISSING} - raw.keys())
         if missing:
             raise ManifestError(f"manifest.json lacks {', '.join(missing)}")
         known = {f.name: raw[f.name] for f in fields(cls) if f.name in raw}
@@ -100,7 +102,7 @@ class Manifest:
 # What a reader would trip over; null stands only where the class allows None.
 _KINDS: dict[str, type] = {
     **dict.fromkeys(("run_id", "tag", "release", "host", "python", "workspace"), str),
-    **dict.fromkeys(("log_path", "cache_dir", "target_revision", "dataset_sha256"), str),
+    **dict.fromkeys(("log_path", "cache_dir", "target_revision", "dataset_sha256", "check"), str),
     **dict.fromkeys(("packages", "config"), dict),
     **dict.fromkeys(("gpus", "argv"), list),
     "seed": int,

@@ -58,11 +58,39 @@ def train(run_dir: Path, *, resume: bool) -> int:
     return TrainerExit.FINISHED
 
 
+def check(run_dir: Path, *, fast: bool) -> int:
+    """Answer as the real check does: seed 7 has a fault, 8 breaks, 9 says nothing."""
+    manifest = Manifest.from_json((run_dir / "manifest.json").read_text())
+    with (run_dir / "calls").open("a") as calls:
+        calls.write(f"{fast} {os.environ['CUDA_VISIBLE_DEVICES']}\n")
+    if manifest.seed == 8:
+        sys.exit("error: no torch here")
+    if manifest.seed == 9:
+        return TrainerExit.FINISHED
+    bad = manifest.seed == 7
+    findings = [
+        {"name": "rope", "status": "ok", "what": "theta 10000", "where": "", "fix": ""},
+        {
+            "name": "mask-token",
+            "status": "FAIL" if bad else "ok",
+            "what": "draft.mask_token_id 1 ends an answer" if bad else "1 is free",
+            "where": "train.yaml: draft.mask_token_id" if bad else "",
+            "fix": "set draft.mask_token_id to another id" if bad else "",
+        },
+    ]
+    facts = {"fast": fast, "target": "t", "seconds": 0.1, "reused": False}
+    print("a library speaks", flush=True)
+    print(json.dumps({"kind": "check", "ok": not bad, "findings": findings} | facts), flush=True)
+    return TrainerExit.FAULTS if bad else TrainerExit.FINISHED
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("verb")
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--resume", action="store_true")
+    for option in ("--fast", "--json", "--reuse"):
+        parser.add_argument(option, action="store_true")
     parser.add_argument("--prompts", type=Path)
     parser.add_argument("--num-prompts", type=int)
     args = parser.parse_args()
@@ -73,6 +101,8 @@ def main() -> int:
         report = {"kind": "warmup", "device": "cpu", "warmup_s": 0.5, "num_compiles": 3}
         print(json.dumps(report), flush=True)
         return 0
+    if args.verb == "check":
+        return check(args.run_dir, fast=args.fast)
     if args.verb == "evaluate":
         seen, count = args.prompts.read_text(), args.num_prompts
         result = {"acceptance_length": 1.5, "lossless": True, "seen": seen, "num_prompts": count}

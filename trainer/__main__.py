@@ -74,7 +74,7 @@ def _check(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     from trainer import results  # noqa: PLC0415
 
-    results.export_run(args.run_dir)
+    results.export_run(args.run_dir, results.Choice(best=args.best, ema=args.ema))
     return int(TrainerExit.FINISHED)
 
 
@@ -87,6 +87,7 @@ def _evaluate(args: argparse.Namespace) -> int:
         max_new_tokens=args.max_new_tokens,
         walk_prompts=args.walk_prompts,
         target_dtype=args.target_dtype,
+        choice=results.Choice(best=args.best, ema=args.ema),
     )
     results.evaluate_run(args.run_dir, options)
     return int(TrainerExit.FINISHED)
@@ -114,10 +115,17 @@ def _replay(args: argparse.Namespace) -> int:
     return int(TrainerExit.FINISHED if replay(args.run_dir, args.batch) else TrainerExit.FAILED)
 
 
+def _doctor(args: argparse.Namespace) -> int:
+    from trainer.doctor.report import diagnose_run  # noqa: PLC0415
+
+    return int(diagnose_run(args.run_dir, args.samples, as_json=args.json))
+
+
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "train": _train,
     "warmup": _warmup,
     "check": _check,
+    "doctor": _doctor,
     "evaluate": _evaluate,
     "export": _export,
     "prepare": _prepare,
@@ -155,6 +163,11 @@ def _parser() -> argparse.ArgumentParser:
         "--reuse", action="store_true", help="do not make a fast check again that has passed"
     )
     check.add_argument("--json", action="store_true", help="one JSON document, no table")
+    look = command("doctor", "report on data, plan, disk and memory, and judge them")
+    look.add_argument(
+        "--samples", type=int, default=32, help="chats the target is asked about; 0 loads none"
+    )
+    look.add_argument("--json", action="store_true", help="one JSON document on one line")
     again = command("replay", "run a batch again that was not finite; name the first bad tensor")
     again.add_argument("--batch", type=Path, required=True, help="failed_batch_*.safetensors")
     measure = command("evaluate", "measure the acceptance length by real decoding")
@@ -168,7 +181,12 @@ def _parser() -> argparse.ArgumentParser:
         default="float32",
         help="equality with plain decoding is exact in float32 alone",
     )
-    command("export", "write the newest checkpoint in the z-lab layout")
+    out = command("export", "write the newest checkpoint in the z-lab layout")
+    for chooser in (measure, out):
+        chooser.add_argument(
+            "--best", action="store_true", help="the checkpoint that evaluations found best"
+        )
+        chooser.add_argument("--ema", action="store_true", help="the average of the weights")
     text = "make tokenised shards of files of chats"
     prepare_options.add_arguments(commands.add_parser("prepare", help=text, description=text))
     text = "have the answers of chats written anew by the target, through its server"

@@ -2,23 +2,26 @@
 
 ``python -m trainer evaluate --run-dir DIR --prompts FILE`` decodes held-out prompts with the run's
 real target; ``python -m trainer export --run-dir DIR`` writes the newest checkpoint in the z-lab
-layout.
+layout. Both take another checkpoint with ``--best`` and the average of the weights with ``--ema``.
 """
 
 import json
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trainer import assembly, checkpoint
 from trainer.checkpoint import CheckpointState
-from trainer.contract.completion import digest_file, latest_complete
+from trainer.contract.completion import digest_file, latest_complete, step_directory
 from trainer.contract.config import TrainConfig
 from trainer.contract.durable import write_by_rename
+from trainer.contract.evaluations import EMA, RAW, Evaluations
 from trainer.data.dataset import load_chats, load_tokenizer, split_answer
 from trainer.errors import CheckpointError
 from trainer.evaluate import evaluate, walk
@@ -28,6 +31,18 @@ from trainer.model.draft import DraftModel
 from trainer.model.target import Target
 
 VERSION = 1
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which weights of a run: the newest checkpoint's, unless told otherwise.
+
+    best: of the checkpoint that the evaluations in training found best, and of that the ones (raw
+    or average) that measured best. ema: the average.
+    """
+
+    best: bool = False
+    ema: bool = False
 
 
 @dataclass(frozen=True)
@@ -43,12 +58,14 @@ class EvaluationOptions:
     max_new_tokens: int = 128
     walk_prompts: int = 0
     target_dtype: str | None = "float32"
+    choice: Choice = Choice()
 
 
 def evaluate_run(run_dir: Path, options: EvaluationOptions) -> dict[str, Any]:
     """Measure the run's draft and write evaluation.json; returns its document.
 
-    The export is measured where there is one, else the newest checkpoint. Prompts are chats: what
+    The export is measured where there is one, else the newest checkpoint, unless
+    ``options.choice`` asks for weights. Prompts are chats: what
     stands before the first answer is the prompt. Raises: TrainerError or ContractError by name.
     """
     manifest, config = assembly.read_manifest(run_dir)
@@ -59,7 +76,7 @@ def evaluate_run(run_dir: Path, options: EvaluationOptions) -> dict[str, Any]:
     chats = load_chats(options.prompts, tokenizer, config.data.max_length)
     _print(f"{len(chats.samples)} prompts in {options.prompts}")
     target = assembly.load_targets(config, [device])[str(device)]
-    draft, source = run_draft(run_dir, config, target)
+    draft, source = run_draft(run_dir, config, target, options.choice)
     draft = draft.to(device).eval()
     chosen = chats.samples[: options.num_prompts]
     result = evaluate(
@@ -91,48 +108,69 @@ def evaluate_run(run_dir: Path, options: EvaluationOptions) -> dict[str, Any]:
     return result
 
 
-def export_run(run_dir: Path) -> Path:
-    """Write the newest complete checkpoint to export/; returns the directory.
+def export_run(run_dir: Path, choice: Choice = Choice()) -> Path:
+    """Write the newest complete checkpoint, or the chosen one, to export/; returns the directory.
 
-    Raises: CheckpointError when there is no complete checkpoint.
+    Raises: CheckpointError when there is no such checkpoint, or no average in it.
     """
     _manifest, config = assembly.read_manifest(run_dir)
     cpu = torch.device("cpu")
     target = assembly.load_targets(config, [cpu])[str(cpu)]
-    draft, source = checkpoint_draft(run_dir, config, target)
+    draft, source = checkpoint_draft(run_dir, config, target, choice)
     path = run_dir / "export"
     export_draft(draft, path, config.target)
     _print(f"exported {source} to {path}")
     return path
 
 
-def run_draft(run_dir: Path, config: TrainConfig, target: Target) -> tuple[DraftModel, str]:
+def run_draft(
+    run_dir: Path, config: TrainConfig, target: Target, choice: Choice = Choice()
+) -> tuple[DraftModel, str]:
     """Return the run's draft on the CPU and where it came from: the export or a checkpoint."""
-    if (run_dir / "export" / EXPORT_CONFIG).is_file():
+    if choice == Choice() and (run_dir / "export" / EXPORT_CONFIG).is_file():
         return load_export(run_dir / "export"), "export"
-    return checkpoint_draft(run_dir, config, target)
+    return checkpoint_draft(run_dir, config, target, choice)
 
 
-def checkpoint_draft(run_dir: Path, config: TrainConfig, target: Target) -> tuple[DraftModel, str]:
-    """Return the draft of the newest complete checkpoint, on the CPU, in the draft's dtype."""
-    path, skipped = latest_complete(run_dir / "checkpoints")
-    for one in skipped:
-        _print(f"warning: checkpoint {one.path.name} skipped: {one.reason}")
-    if path is None:
-        raise CheckpointError(f"{run_dir} has no complete checkpoint yet")
+def checkpoint_draft(
+    run_dir: Path, config: TrainConfig, target: Target, choice: Choice = Choice()
+) -> tuple[DraftModel, str]:
+    """Return the draft of the chosen checkpoint, on the CPU, in its dtype, and its name.
+
+    Raises: CheckpointError when there is no such checkpoint, or no average in it.
+    """
+    path, kind = _chosen(run_dir, choice)
     state = checkpoint.load(path)
     draft = DraftModel(assembly.draft_config(config, target))
-    _fill(draft, state)
-    return draft, path.name
+    _fill(draft, state, state.weights(kind))
+    return draft, path.name if kind == RAW else f"{path.name} {kind}"
+
+
+def _chosen(run_dir: Path, choice: Choice) -> tuple[Path, str]:
+    """Return the directory of the chosen checkpoint, and which of its weights."""
+    if choice.best:
+        best = Evaluations.read(run_dir).best()
+        if best is None:
+            raise CheckpointError(
+                f"{run_dir} has no evaluation with a checkpoint; evaluation.every_steps makes them"
+            )
+        path = run_dir / "checkpoints" / step_directory(best.step)
+        return path, EMA if choice.ema else best.weights
+    newest, skipped = latest_complete(run_dir / "checkpoints")
+    for one in skipped:
+        _print(f"warning: checkpoint {one.path.name} skipped: {one.reason}")
+    if newest is None:
+        raise CheckpointError(f"{run_dir} has no complete checkpoint yet")
+    return newest, EMA if choice.ema else RAW
 
 
 @torch.no_grad()
-def _fill(draft: DraftModel, state: CheckpointState) -> None:
+def _fill(draft: DraftModel, state: CheckpointState, weights: Mapping[str, Tensor]) -> None:
     names = dict(draft.named_parameters())
-    if names.keys() != state.masters.keys():
+    if names.keys() != weights.keys():
         raise CheckpointError(f"the checkpoint of step {state.step} holds another draft")
     for name, param in names.items():
-        param.copy_(state.masters[name])
+        param.copy_(weights[name])
     draft.tap_scale.copy_(state.extras["tap_scale"])
 
 

@@ -1,6 +1,6 @@
 """export: the draft of a run's last checkpoint in the z-lab layout, in its run directory."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dflashctl.remote_run import TrainerCommand, run_trainer
@@ -18,9 +18,15 @@ class ExportResult:
 
 
 def export(
-    transport: Transport, layout: RunLayout, on_output: Callable[[bytes], None]
+    transport: Transport,
+    layout: RunLayout,
+    on_output: Callable[[bytes], None],
+    options: Sequence[str] = (),
 ) -> ExportResult:
-    """Write the export; raises DflashctlError when the trainer failed."""
-    argv = ["export", "--run-dir", str(layout.root)]
+    """Write the export; ``options``: further words for the trainer.
+
+    Raises: DflashctlError when the trainer failed.
+    """
+    argv = ["export", "--run-dir", str(layout.root), *options]
     run_trainer(transport, TrainerCommand(str(layout.root), argv), on_output)
     return ExportResult(layout.tag, str(layout.export), transport.round_trips)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 MANIFEST = "pull-manifest.json"
-RECORDS = re.compile(r"(manifest|process|evaluation|exit|exit_\d+)\.json\Z")
+RECORDS = re.compile(r"(manifest|process|evaluations?|exit|exit_\d+)\.json\Z")
 CHUNK_BYTES = 1 << 20
 
 

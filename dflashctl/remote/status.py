@@ -135,7 +135,7 @@ def look(root: Path, now: float) -> dict[str, Any] | None:
         "last_event_age_s": None if newest is None else max(0.0, now - newest),
         "log_age_s": age_s(log, now),
         "last_checkpoint": last_checkpoint(root / "checkpoints"),
-        "evaluation": read_json(root / "evaluation.json"),
+        "evaluation": read_json(root / "evaluation.json") or events.get("eval"),
     }
 
 

@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from dflashctl.event_stream import Item
-from dflashctl.render.runs import ktok, progress
+from dflashctl.render.runs import evaluation_text, ktok, progress
 from dflashctl.render.tables import duration, figure, size
 from dflashctl.run_view import RunView
 
@@ -93,8 +93,7 @@ def _figures(view: RunView, mono_s: float, width: int) -> list[Line]:
 
 
 def _evaluation(event: dict[str, Any]) -> list[Line]:
-    length = event.get("acceptance_length")
-    return [(f"acceptance length {figure(length, '.3f')}", "cyan")] if length is not None else []
+    return [(evaluation_text(event), "cyan")] if event.get("acceptance_length") is not None else []
 
 
 def _memory(view: RunView, width: int) -> list[Line]:

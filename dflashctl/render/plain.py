@@ -6,7 +6,7 @@ from typing import Any
 
 from dflashctl.event_stream import Ended, Heartbeat, Item, Notice, RunEvent
 from dflashctl.render.document import document
-from dflashctl.render.runs import ktok, outcome, progress
+from dflashctl.render.runs import evaluation_text, ktok, outcome, progress
 from dflashctl.render.tables import duration, figure
 from dflashctl.run_view import RunView
 
@@ -37,6 +37,8 @@ def event_text(event: dict[str, Any]) -> str:
     """Return one event in words: its kind, then its own keys."""
     if event["kind"] == "step":
         return step_text(event)
+    if event["kind"] == "eval":
+        return f"eval  step {event.get('step', '-')}  {evaluation_text(event)}"
     skip = ("v", "seq", "t_unix_s", "run_id", "kind")
     told = {key: value for key, value in event.items() if key not in skip and value is not None}
     if event["kind"] in told:  # a phase names itself

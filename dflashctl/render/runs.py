@@ -42,6 +42,29 @@ def progress(step: dict[str, Any] | None, record: dict[str, Any] | None = None) 
     return str(last) if total is None else f"{last}/{total}"
 
 
+def evaluation_text(event: dict[str, Any]) -> str:
+    """Return ``acceptance length 2.310 (2.100 to 2.520), best 2.400 at step 500``."""
+    parts = [f"acceptance length {_acceptance(event)}"]
+    datasets = event.get("datasets") or {}
+    if len(datasets) > 1:
+        parts += [f"{name} {_acceptance(measured)}" for name, measured in datasets.items()]
+    if event.get("ema"):
+        parts.append(f"average of the weights {_acceptance(event['ema'])}")
+    if event.get("best_step") is not None:
+        best = figure(event.get("best_acceptance_length"), ".3f")
+        parts.append(f"best {best} at step {event['best_step']}")
+    return ", ".join(parts)
+
+
+def _acceptance(measured: dict[str, Any]) -> str:
+    length = figure(measured.get("acceptance_length"), ".3f")
+    interval = measured.get("acceptance_length_interval")
+    if not interval:
+        return length
+    low, high = (figure(edge, ".3f") for edge in interval)
+    return f"{length} ({low} to {high})"
+
+
 def ktok(step: dict[str, Any]) -> str:
     """Return thousands of tokens a second of a step event."""
     rate = step.get("tokens_per_s")

@@ -1,5 +1,6 @@
 """Checkpoints on a real disk: complete or named as skipped, rotated, refused."""
 
+import json
 import resource
 import signal
 import subprocess
@@ -12,7 +13,7 @@ import torch
 
 from trainer import checkpoint
 from trainer.checkpoint import CheckpointState, Trained
-from trainer.contract.completion import COMPLETE, latest_complete
+from trainer.contract.completion import COMPLETE, describe, latest_complete
 from trainer.errors import CheckpointError
 
 
@@ -78,6 +79,44 @@ def test_rotation_keeps_the_newest_and_never_the_damaged_instead(tmp_path: Path)
     ]
 
 
+def test_rotation_keeps_the_best_beside_the_newest(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        checkpoint.save(tmp_path, _state(step), keep=2, best=1)
+    assert sorted(p.name[-1] for p in tmp_path.iterdir()) == ["1", "3", "4"]
+    checkpoint.save(tmp_path, _state(5), keep=2, best=4)  # the first is the best no longer
+    assert sorted(p.name[-1] for p in tmp_path.iterdir()) == ["4", "5"]
+
+
+def test_average_is_saved_where_one_is_kept_and_asked_for_by_name(tmp_path: Path) -> None:
+    state = _state(5)
+    state.average = {"a": torch.ones(2, 2), "b": torch.zeros(2)}
+    loaded = checkpoint.load(checkpoint.save(tmp_path, state, keep=1))
+    assert loaded.weights("ema")["a"].tolist() == [[1.0, 1.0], [1.0, 1.0]]
+    assert loaded.weights("raw")["b"].tolist() == [9.0, 10.0]
+    with pytest.raises(CheckpointError, match=r"step 5 has no average; set optim\.ema_decay"):
+        _state(5).weights("ema")
+
+
+def test_checkpoint_of_an_older_trainer_is_named_with_its_version(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, _state(), keep=1)
+    state = json.loads((path / "state.json").read_text())
+    (path / "state.json").write_text(json.dumps(state | {"v": 1}))
+    names = [p.name for p in path.iterdir() if p.name != COMPLETE]
+    (path / COMPLETE).write_text(describe(path, names))
+    with pytest.raises(CheckpointError, match="version 1, this trainer reads 2"):
+        checkpoint.load(path)
+
+
+def test_totals_do_not_depend_on_the_order_of_the_samples() -> None:
+    one = Trained().after(10, 2, [(0, 5), (0, 7)]).after(20, 3, [(1, 5)])
+    other = Trained().after(20, 3, [(1, 5), (0, 7)]).after(10, 2, [(0, 5)])
+    assert one == other
+    assert (one.tokens, one.anchors, one.samples) == (30, 5, 3)
+    for visits in ([(0, 5), (0, 7), (0, 5)], [(0, 5), (1, 7), (1, 5)], [(5, 0), (0, 7), (1, 5)]):
+        assert Trained().after(30, 5, visits) != one
+    assert 0 <= one.samples_hash < 2**64
+
+
 def test_keep_of_zero_still_leaves_the_only_checkpoint(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, _state(1), keep=0)
     assert latest_complete(tmp_path)[0] == tmp_path / "step_00000001"
@@ -134,6 +173,14 @@ def test_changed_identity_is_refused_with_every_difference() -> None:
         CheckpointError, match="block_size was 4, now 8; mask_token_id was 16, now 17"
     ):
         state.check_identity({"mask_token_id": 17, "block_size": 8, "seed": 0})
+
+
+def test_change_that_is_allowed_is_told_and_a_new_fact_is_not(tmp_path: Path) -> None:
+    state = checkpoint.load(checkpoint.save(tmp_path, _state(5, lr=0.1, ids=(1, 2)), keep=1))
+    own: dict[str, object] = {"lr": 0.2, "ids": (1, 2)}
+    assert state.check_identity(own, lambda name: name == "lr") == ["lr was 0.1, now 0.2"]
+    with pytest.raises(CheckpointError, match="causal was absent, now True; put the old value"):
+        state.check_identity(own | {"causal": True}, lambda name: name == "lr")
 
 
 def test_full_disk_leaves_what_was_complete_and_no_half_checkpoint(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from trainer import checkpoint
 from trainer.contract.config import OptimConfig
 from trainer.errors import CheckpointError, NonFiniteError
-from trainer.optim import DraftOptimizer, Schedule
+from trainer.optim import DraftOptimizer, Schedule, WeightAverage
 
 FLAT = Schedule(num_steps=100, num_warmup_steps=0, min_frac=1.0)
 
@@ -42,6 +42,53 @@ def test_schedule_warms_up_linearly_and_falls_as_a_cosine() -> None:
 def test_schedule_of_a_config_takes_the_fraction_of_the_steps() -> None:
     schedule = Schedule.from_config(OptimConfig(warmup_frac=0.04, min_lr_frac=0.2), 500)
     assert schedule == Schedule(500, 20, 0.2)
+
+
+def test_schedule_says_where_it_stands() -> None:
+    schedule = Schedule(num_steps=10, num_warmup_steps=2, min_frac=0.1)
+    assert schedule.describe(6) == (
+        "schedule: 2 steps of warm-up, cosine to 0.1; step 6 of 10 takes 0.5500"
+    )
+
+
+def test_average_follows_the_weights_with_a_decay_that_rises() -> None:
+    average = WeightAverage(torch.tensor([10.0]), 0.2)
+    weights = torch.tensor([0.0])
+    average.follow(weights, 0)  # decay 1/10
+    assert average.flat.item() == pytest.approx(1.0)
+    average.follow(weights, 1)  # 2/11
+    assert average.flat.item() == pytest.approx(2 / 11)
+    average.follow(weights, 50)  # 0.2, not 51/60
+    assert average.flat.item() == pytest.approx(0.4 / 11)
+
+
+def test_average_is_that_of_the_masters_in_fp32() -> None:
+    model = _one_weight(1.0, torch.bfloat16)
+    optimizer = DraftOptimizer(model, OptimConfig(lr=0.001, ema_decay=0.5), FLAT)
+    model.weight.grad = torch.ones(1, 1, dtype=torch.bfloat16)
+    optimizer.accumulate()
+    optimizer.apply(0, 1.0, 1.0)
+    # The master went to 0.999, which bf16 does not have; the first decay is 1/10.
+    assert optimizer.average()["weight"].item() == pytest.approx(0.1 + 0.9 * 0.999, abs=1e-6)
+    none = DraftOptimizer(model, OptimConfig(ema_decay=0.5), FLAT, keep_average=False)
+    assert (none.average(), DraftOptimizer(model, OptimConfig(), FLAT).average()) == ({}, {})
+
+
+def test_average_that_a_checkpoint_lacks_begins_at_its_weights() -> None:
+    optimizer = DraftOptimizer(_one_weight(1.0), OptimConfig(ema_decay=0.9), FLAT)
+    optimizer.load({"weight": torch.tensor([[3.0]])}, {})
+    assert optimizer.average()["weight"].item() == 3.0
+    optimizer.load({"weight": torch.tensor([[3.0]])}, {}, {"weight": torch.tensor([[2.0]])})
+    assert optimizer.average()["weight"].item() == 2.0
+    with pytest.raises(CheckpointError, match="average: missing"):
+        optimizer.load({"weight": torch.tensor([[3.0]])}, {}, {"w": torch.tensor([[2.0]])})
+
+
+def test_gradient_sum_that_is_not_finite_is_seen() -> None:
+    optimizer = DraftOptimizer(_one_weight(1.0), OptimConfig(), FLAT)
+    for value, finite in ((3e38, True), (math.nan, False), (-math.inf, False)):
+        optimizer.flat_grad.fill_(value)
+        assert optimizer.is_finite() is finite
 
 
 def test_first_adamw_step_is_the_learning_rate_after_normalising_and_clipping() -> None:
@@ -153,12 +200,14 @@ def _train(model: nn.Module, optimizer: DraftOptimizer, steps: range) -> None:
 def test_saved_and_loaded_optimiser_goes_on_bit_for_bit(
     name: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    config = OptimConfig(name=name, lr=0.01, weight_decay=0.1)
+    config = OptimConfig(name=name, lr=0.01, weight_decay=0.1, ema_decay=0.9)
     torch.manual_seed(0)
     straight = Tiny(dtype)
     optimizer = DraftOptimizer(straight, config, FLAT)
     _train(straight, optimizer, range(3))
-    state = checkpoint.CheckpointState(3, 3, {}, optimizer.masters(), optimizer.state())
+    state = checkpoint.CheckpointState(
+        3, 3, {}, optimizer.masters(), optimizer.state(), average=optimizer.average()
+    )
     path = checkpoint.save(tmp_path, state, keep=1)
     _train(straight, optimizer, range(3, 6))
 
@@ -166,10 +215,11 @@ def test_saved_and_loaded_optimiser_goes_on_bit_for_bit(
     other = DraftOptimizer(resumed, config, FLAT)
     _train(resumed, other, range(1))  # its own moments must be forgotten
     loaded = checkpoint.load(path)
-    other.load(loaded.masters, loaded.optimizer)
+    other.load(loaded.masters, loaded.optimizer, loaded.average)
     _train(resumed, other, range(3, 6))
     for key, tensor in optimizer.masters().items():
         assert torch.equal(tensor, other.masters()[key])
+        assert torch.equal(optimizer.average()[key], other.average()[key])
     for key, tensor in straight.state_dict().items():
         assert torch.equal(tensor, resumed.state_dict()[key])
 

@@ -148,12 +148,12 @@ def draft_loss(
     targets = block_targets(batch, size, draft.config.mask_token_id, config.position_decay)
     hidden = block_hidden(draft, head.embedding, batch, targets, target_hidden)
     how = _head_pass(config.loss, size - 1)
-    used = _used_rows(targets.weights, whole_blocks=how.weigh is not None)
+    weights = targets.weights[..., 1:]  # the anchor's own slot never reaches the head
+    used = _used_rows(weights, whole_blocks=how.weigh is not None)
     rows = _block_rows(hidden, targets, used)
     table, labels = _head_rows(head, rows.labels, rows.weights, config, batch.index)
     rows = replace(rows, labels=labels)
     made = draft.variant.loss(draft, rows, table, how, config.loss, progress)
-    weights = targets.weights[..., 1:]  # the anchor's own slot never reaches the head
     trained, hit = weights > 0, made.hit
     if used is not None:
         hit = torch.zeros(weights.numel(), dtype=torch.bool).index_put((used,), hit)
@@ -201,7 +201,7 @@ def _used_rows(weights: Tensor, *, whole_blocks: bool) -> Tensor | None:
     """
     if weights.is_cuda:
         return None
-    trained = weights[..., 1:] > 0
+    trained = weights > 0
     if whole_blocks:
         trained = trained.any(-1, keepdim=True).expand_as(trained)
     return trained.flatten().nonzero().squeeze(1)
@@ -209,22 +209,13 @@ def _used_rows(weights: Tensor, *, whole_blocks: bool) -> Tensor | None:
 
 def _block_rows(hidden: Tensor, targets: BlockTargets, used: Tensor | None) -> BlockRows:
     """Lay the slots 1.. of all blocks, or those of ``used``, one below the other."""
-    tokens = targets.labels.flatten(0, 1)
-    num_slots = tokens.shape[1] - 1
-    at = torch.arange(tokens[:, 1:].numel(), device=tokens.device) if used is None else used
 
     def rows(values: Tensor) -> Tensor:
-        laid = values[..., 1:, :].flatten(0, 2)
+        laid = values[:, :, 1:].flatten(0, 2)
         return laid if used is None else laid[used]
 
-    return BlockRows(
-        hidden=rows(hidden),
-        labels=rows(targets.labels[..., None]).squeeze(1),
-        weights=rows(targets.weights[..., None]).squeeze(1),
-        tokens=tokens,
-        block=at // num_slots,
-        slot=at % num_slots + 1,
-    )
+    tokens = targets.labels.flatten(0, 1)
+    return BlockRows(rows(hidden), rows(targets.labels), rows(targets.weights), tokens, used)
 
 
 def _head_rows(

@@ -10,6 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from trainer.contract.config import TrainConfig
+from trainer.data.packing import Batch, Document
 from trainer.model.draft import DraftConfig
 
 CHAT_TEMPLATE = (
@@ -26,8 +27,7 @@ def one_torch_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture
-def byte_tokenizer() -> PreTrainedTokenizerFast:
+def make_byte_tokenizer() -> PreTrainedTokenizerFast:
     """One token a byte, <|im_start|> 256, <|im_end|> 257, <|mask|> 258."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
@@ -38,6 +38,12 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
     made.chat_template = CHAT_TEMPLATE
     return made
+
+
+@pytest.fixture
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """See ``make_byte_tokenizer``."""
+    return make_byte_tokenizer()
 
 
 @pytest.fixture(scope="session")
@@ -129,3 +135,26 @@ def draft_config() -> Callable[..., DraftConfig]:
         return DraftConfig(**values | changes)
 
     return make
+
+
+@pytest.fixture
+def two_documents() -> Batch:
+    """A row of documents of 9 and 7 tokens of 0..38, three blocks and a padded one.
+
+    With blocks of 5 the trained slots are 1 . 1 1 behind anchor 1 (another speaker's token),
+    1 1 1 1 behind 4 and 1 1 1 . behind 12 (the document's end).
+    """
+    mask = "0" + "11011111" + "1111111" + "00"
+    return Batch(
+        index=0,
+        epoch=0,
+        input_ids=torch.randint(0, 39, (1, 18), generator=torch.Generator().manual_seed(3)),
+        loss_mask=torch.tensor([[c == "1" for c in mask]]),
+        document_ids=torch.tensor([[0] * 9 + [1] * 7 + [-1] * 2], dtype=torch.int32),
+        position_ids=torch.tensor([[*range(9), *range(7), 0, 0]]),
+        anchor_positions=torch.tensor([[1, 4, 12, 0]]),
+        anchor_keep=torch.tensor([[True, True, True, False]]),
+        documents=(Document(0, 0, 0, 9), Document(1, 0, 9, 7)),
+        num_tokens=16,
+        num_anchors=3,
+    )

@@ -9,13 +9,14 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from trainer.contract.config import TrainConfig
-from trainer.data.packing import Batch, Document
+from trainer.data.packing import Batch
 from trainer.loss import block_hidden, block_targets, dpace_weights, draft_loss
 from trainer.model.draft import DraftConfig, DraftModel
 from trainer.model.target import FrozenHead
 
 MakeConfig = Callable[..., DraftConfig]
 MakeTrainConfig = Callable[..., TrainConfig]
+Made = tuple[DraftModel, FrozenHead, Batch, Tensor]
 
 
 def test_weights_of_a_block_are_the_hand_computed_ones():
@@ -39,37 +40,19 @@ def test_alpha_of_one_weighs_a_slot_by_the_number_of_slots_from_it_on():
 
 
 @pytest.fixture
-def made(draft_config: MakeConfig) -> tuple[DraftModel, FrozenHead, Batch, Tensor]:
-    """A row of two documents: a speaker's turn inside the first, an end in the second."""
+def made(draft_config: MakeConfig, two_documents: Batch) -> Made:
     torch.manual_seed(0)
     draft = DraftModel(draft_config(vocab_size=50, block_size=5), seed=1)
     with torch.no_grad():
         for parameter in draft.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
-    mask = "0" + "11011111" + "1111111" + "00"
-    batch = Batch(
-        index=0,
-        epoch=0,
-        input_ids=torch.randint(0, 39, (1, 18)),
-        loss_mask=torch.tensor([[c == "1" for c in mask]]),
-        document_ids=torch.tensor([[0] * 9 + [1] * 7 + [-1] * 2], dtype=torch.int32),
-        position_ids=torch.tensor([[*range(9), *range(7), 0, 0]]),
-        anchor_positions=torch.tensor([[1, 4, 12, 0]]),
-        anchor_keep=torch.tensor([[True, True, True, False]]),
-        documents=(Document(0, 0, 0, 9), Document(1, 0, 9, 7)),
-        num_tokens=16,
-        num_anchors=3,
-    )
-    return draft, FrozenHead(torch.randn(50, 32), torch.randn(50, 32) * 0.3), batch, taps_of(18)
-
-
-def taps_of(length: int) -> Tensor:
-    return torch.randn(1, length, 64)
+    head = FrozenHead(torch.randn(50, 32), torch.randn(50, 32) * 0.3)
+    return draft, head, two_documents, torch.randn(1, 18, 64)
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 5, 2048])
 def test_loss_and_gradients_are_those_of_plain_autograd(
-    made: tuple[DraftModel, FrozenHead, Batch, Tensor],
+    made: Made,
     train_config: MakeTrainConfig,
     chunk_rows: int,
 ):
@@ -91,7 +74,7 @@ def test_loss_and_gradients_are_those_of_plain_autograd(
             for last in (m for m in trained if m >= k):
                 product = 1.0
                 for i in (i for i in trained if i <= last):
-                    product *= 0.7 * float(torch.exp(-entropies[i])) + 0.3
+                    product *= 0.7 * float(torch.exp(-entropies[i].detach())) + 0.3
                 weight += product
             loss, weight_sum = loss + weight * entropies[k], weight_sum + weight
     wanted = torch.autograd.grad(loss, list(draft.parameters()))
@@ -99,13 +82,13 @@ def test_loss_and_gradients_are_those_of_plain_autograd(
     torch.testing.assert_close(sums.loss_sum, loss)
     assert float(sums.weight_sum) == pytest.approx(weight_sum)
     for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other)
-    # trained by hand: 1 . 1 1 behind anchor 1, 1 1 1 1 behind 4, 1 1 1 . behind 12
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+    # 1 . 1 1 behind anchor 1, 1 1 1 1 behind 4, 1 1 1 . behind 12
     assert sums.counts.tolist() == [3, 2, 3, 2]
 
 
 def test_without_trained_slots_there_is_no_loss_and_no_gradient(
-    made: tuple[DraftModel, FrozenHead, Batch, Tensor], train_config: MakeTrainConfig
+    made: Made, train_config: MakeTrainConfig
 ):
     draft, head, batch, taps = made
     empty = replace(batch, anchor_keep=torch.zeros_like(batch.anchor_keep))

@@ -44,6 +44,19 @@ def sees(c: DraftConfig, kind: str, anchor: int, slot: int, key: int, length: in
     return True
 
 
+def convolved(layer: dict[str, Tensor], name: str, side: int, x: Tensor, read: Tensor) -> Tensor:
+    """DFlash 2: slot by slot, out_t = k_0 x_t + k_1 x_(t - 1); other drafts have no kernels."""
+    if f"{name}.base_kernel" not in layer:
+        return x
+    base, projection = layer[f"{name}.base_kernel"], layer[f"{name}.kernel_projection.weight"]
+    num_groups, rows = len(projection) // 4, []
+    for t in range(len(x)):
+        corrections = (projection @ read[t]).view(2, 2, num_groups)[side]
+        kernel = base[side] + corrections.repeat_interleave(x.shape[1] // num_groups, 1)
+        rows.append(kernel[0] * x[t] + (kernel[1] * x[t - 1] if t > 0 else 0))
+    return torch.stack(rows)
+
+
 def reference_block(
     w: dict[str, Tensor], c: DraftConfig, taps: Tensor, block: Tensor, anchor: int
 ) -> Tensor:
@@ -54,6 +67,7 @@ def reference_block(
     for i in range(c.num_draft_layers):
         layer = {k.removeprefix(f"layers.{i}."): v for k, v in w.items()}
         normed = norm(x, layer["input_layernorm.weight"], eps)
+        read, normed = normed, convolved(layer, "attention_conv", 0, normed, normed)
         inputs = torch.cat((context, normed))
         places = [*range(len(context)), *(anchor + k for k in range(len(block)))]
         heads = []
@@ -80,10 +94,13 @@ def reference_block(
                     if not sees(c, c.layer_types[i], anchor, slot, key, len(context)):
                         scores[slot, key] = -math.inf
             heads.append(scores.softmax(-1) @ v)
-        x = x + torch.cat(heads, -1) @ layer["self_attn.o_proj.weight"].T
-        normed = norm(x, layer["post_attention_layernorm.weight"], eps)
+        attended = torch.cat(heads, -1) @ layer["self_attn.o_proj.weight"].T
+        x = x + convolved(layer, "attention_conv", 1, attended, read)
+        read = norm(x, layer["post_attention_layernorm.weight"], eps)
+        normed = convolved(layer, "mlp_conv", 0, read, read)
         gate = F.silu(normed @ layer["mlp.gate_proj.weight"].T)
-        x = x + (gate * (normed @ layer["mlp.up_proj.weight"].T)) @ layer["mlp.down_proj.weight"].T
+        out = (gate * (normed @ layer["mlp.up_proj.weight"].T)) @ layer["mlp.down_proj.weight"].T
+        x = x + convolved(layer, "mlp_conv", 1, out, read)
     return norm(x, w["norm.weight"], eps)
 
 
@@ -97,6 +114,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "one layer, four taps": {"num_draft_layers": 1, "target_layer_ids": (0, 2, 3, 5)},
     "sliding and full": MIXED | {"num_draft_layers": 3, "sliding_window": 7, "block_size": 10},
     "window within the block": MIXED | {"num_draft_layers": 3, "sliding_window": 3},
+    "dflash2": {"variant": "dflash2", "conv_group_size": 8, "block_size": 8},
+    "dflash2, sliding and full": MIXED
+    | {"variant": "dflash2", "num_draft_layers": 3, "sliding_window": 7, "block_size": 10},
     "sliding, not causal": MIXED
     | {"num_draft_layers": 3, "sliding_window": 7, "sliding_window_non_causal": True},
 }
@@ -111,7 +131,7 @@ def test_training_decoding_and_the_reference_agree_on_every_kind_of_draft(
     draft = DraftModel(config, seed=3)
     with torch.no_grad():  # fresh weights of 0.02 and norms of 1 would hide most mistakes
         for parameter in draft.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
+            parameter.add_(torch.randn_like(parameter) * 0.1)
     size, anchors = config.block_size, [0, 5, 11]  # close ones: their blocks overlap
     taps, blocks = torch.randn(14, config.num_taps * 32), torch.randn(3, size, 32)
     with torch.no_grad():

@@ -4,9 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer.model.variants.dflash import DFlash
+from trainer.model.variants.dflash2 import DFlash2
+from trainer.model.variants.domino import Domino
 from trainer.model.variants.variant import Variant
 
-VARIANTS: dict[str, Variant] = {variant.name: variant for variant in (DFlash(),)}
+VARIANTS: dict[str, Variant] = {
+    variant.name: variant for variant in (DFlash(), DFlash2(), Domino())
+}
 
 
 def variant_of(raw: Mapping[str, Any]) -> Variant:

@@ -49,16 +49,26 @@ class BlockRows:
     """The drafted slots of a batch, one row each, in the order of blocks and slots.
 
     Shapes: hidden [M, D]; labels [M] rows of the head's table; weights [M], 0 where nothing is
-    trained; tokens [K, B], what truly stands in each block, its anchor first; block [M] and
-    slot [M] (1..B-1) say where a row stands.
+    trained; tokens [K, B], what truly stands in each block, its anchor first; cells [M]: which of
+    the K * (B - 1) drafted slots the rows are, None for all.
     """
 
     hidden: Tensor
     labels: Tensor
     weights: Tensor
     tokens: Tensor
-    block: Tensor
-    slot: Tensor
+    cells: Tensor | None
+
+    @property
+    def slots(self) -> Tensor:
+        """Number of each drafted slot in its block. Shapes: [K, B - 1]."""
+        num_blocks, size = self.tokens.shape
+        return torch.arange(1, size, device=self.tokens.device).expand(num_blocks, -1)
+
+    def take(self, values: Tensor) -> Tensor:
+        """Return the rows' part of values of all drafted slots. Shapes: [K, B - 1, *] -> [M, *]."""
+        flat = values.flatten(0, 1)
+        return flat if self.cells is None else flat[self.cells]
 
 
 @dataclass(frozen=True)

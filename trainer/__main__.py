@@ -6,6 +6,7 @@ traceback below.
 """
 
 import argparse
+import json
 import os
 import sys
 import traceback
@@ -121,10 +122,40 @@ def _doctor(args: argparse.Namespace) -> int:
     return int(diagnose_run(args.run_dir, args.samples, as_json=args.json))
 
 
+def _convert(args: argparse.Namespace) -> int:
+    from trainer.export.convert import convert  # noqa: PLC0415
+
+    size = args.max_shard_bytes
+    made = convert(
+        args.source,
+        args.directory,
+        args.to,
+        args.target,
+        verifier=args.verifier,
+        max_shard_bytes=size,
+    )
+    sys.stdout.write(
+        f"{made.directory}: {made.num_tensors} tensors in the {made.layout} layout, layer ids"
+        f" {made.shift:+d}\n"
+    )
+    return int(TrainerExit.FINISHED)
+
+
+def _validate(args: argparse.Namespace) -> int:
+    from trainer.export.validate import validate  # noqa: PLC0415
+
+    report = validate(args.directory, args.engine or ["all"], args.target)
+    text = json.dumps(report.to_dict()) + "\n" if args.json else report.table()
+    sys.stdout.write(text)
+    return int(TrainerExit.FINISHED if report.ok else TrainerExit.FAULTS)
+
+
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "train": _train,
+    "validate": _validate,
     "warmup": _warmup,
     "check": _check,
+    "convert": _convert,
     "doctor": _doctor,
     "evaluate": _evaluate,
     "export": _export,
@@ -191,7 +222,29 @@ def _parser() -> argparse.ArgumentParser:
     prepare_options.add_arguments(commands.add_parser("prepare", help=text, description=text))
     text = "have the answers of chats written anew by the target, through its server"
     regenerate_options.add_arguments(commands.add_parser("regenerate", help=text, description=text))
+    _add_export_commands(commands)
     return parser
+
+
+def _add_export_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    text = "write an export in the other layout; embedding and head come from the target"
+    change = commands.add_parser("convert", help=text, description=text)
+    change.add_argument("source", type=Path, metavar="SRC", help="an exported directory")
+    change.add_argument("directory", type=Path, metavar="DST", help="where to write")
+    change.add_argument("--to", choices=("speculators", "zlab"), required=True)
+    change.add_argument("--target", type=Path, help="the target model's directory")
+    change.add_argument("--verifier", help="hub id of the target, for readers elsewhere")
+    change.add_argument("--max-shard-bytes", type=int, default=5_000_000_000)
+    text = "say which engines can load an export, without running one"
+    judge = commands.add_parser("validate", help=text, description=text)
+    judge.add_argument("directory", type=Path, metavar="DIR", help="an exported directory")
+    judge.add_argument(
+        "--engine",
+        action="append",
+        help="vllm, sglang, speculators, llamacpp, mlx, tensorrt-llm or all (the default)",
+    )
+    judge.add_argument("--target", type=Path, help="the target model's directory")
+    judge.add_argument("--json", action="store_true", help="one JSON document, no table")
 
 
 if __name__ == "__main__":

@@ -134,11 +134,11 @@ def to_zlab(raw: Mapping[str, Any], num_target_layers: int | None, where: Path) 
     ``num_target_layers`` is needed for a directory that this project did not write. Raises:
     CheckpointError naming every key that cannot be represented.
     """
-    refused = _zlab_refusals(raw)
-    if refused:
-        raise CheckpointError(f"{where}: not representable as z-lab: {'; '.join(refused)}")
-    kept = raw.get(KEPT)
     try:
+        refused = _zlab_refusals(raw)
+        if refused:
+            raise CheckpointError(f"{where}: not representable as z-lab: {'; '.join(refused)}")
+        kept = raw.get(KEPT)
         if kept is None:
             if num_target_layers is None:
                 raise CheckpointError(

@@ -1,8 +1,10 @@
 """Rules that look at the target beside the export: mask token, sizes, rope, embedding and head."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
+from jinja2 import TemplateError
 
 from trainer.export import speculators
 from trainer.export.files import CONFIG
@@ -45,9 +47,22 @@ def mask_misuse(target: TargetFiles, mask: int) -> str | None:
     special = mask in tokenizer.added_tokens_decoder or mask in tokenizer.all_special_ids
     if not special:
         return f"({text!r}) is an ordinary token and occurs in text"
-    if text in str(tokenizer.chat_template or ""):
+    if text in str(tokenizer.chat_template or "") or mask in _rendered(tokenizer):
         return f"({text!r}) is part of the chat template"
     return None
+
+
+def _rendered(tokenizer: Any) -> list[int]:
+    """Return the tokens of a small chat; none where the target has no template for it."""
+    chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+    if not tokenizer.chat_template:
+        return []
+    try:
+        text = tokenizer.apply_chat_template(chat, tokenize=False)
+    except (TemplateError, ValueError):  # the template's own refusal
+        return []
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
 
 
 def target_rule(subject: Subject) -> Iterator[Finding]:

@@ -27,6 +27,7 @@ from trainer.contract.manifest import Gpu, Manifest
 
 _NUM_WORDS = 31_990
 _SPECIALS = ("<|user|>", "<|assistant|>", "<|end|>", "<|mask|>", "<|pad|>", "<|unk|>")
+MASK_TOKEN_ID = _NUM_WORDS + _SPECIALS.index("<|mask|>")
 _TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|> {{ m['content'] }} <|end|> {% endfor %}"
     "{% if add_generation_prompt %}<|assistant|> {% endif %}"
@@ -70,8 +71,8 @@ def build_target(path: Path, size: str, device: str) -> None:
     model.save_pretrained(path)
 
 
-def write_chats(path: Path, count: int, longest: int) -> str:
-    """Write chats whose answers repeat a short cycle of words; return the file's sha256."""
+def write_chats(path: Path, count: int, longest: int) -> None:
+    """Write chats whose answers repeat a short cycle of words."""
     draw = random.Random(1)
     lines = []
     for number in range(count):
@@ -85,7 +86,6 @@ def write_chats(path: Path, count: int, longest: int) -> str:
         ]
         lines.append(json.dumps({"id": f"c{number}", "messages": messages}))
     path.write_text("\n".join(lines) + "\n")
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def gpus(device: str, num_targets: int, num_drafters: int) -> tuple[Gpu, ...]:
@@ -102,7 +102,34 @@ def gpus(device: str, num_targets: int, num_drafters: int) -> tuple[Gpu, ...]:
     )
 
 
-def write_manifest(options: argparse.Namespace, dataset_sha256: str) -> Path:
+def manifest_of(run_dir: Path, config: TrainConfig, cards: tuple[Gpu, ...]) -> Manifest:
+    """Return the manifest of a run in ``ROOT/runs/TAG``."""
+    root, tag = run_dir.parents[1], run_dir.name
+    return Manifest(
+        run_id=f"{tag}-benchmark",
+        tag=tag,
+        created_unix_s=time.time(),
+        dflashctl_version="0.1.0",
+        release="0" * 64,
+        git_commit=None,
+        git_dirty=None,
+        packages={"torch": torch.__version__},
+        host="here",
+        vmid=None,
+        gpus=cards,
+        python=sys.executable,
+        workspace=str(root),
+        log_path=str(run_dir / f"train_stdout_{tag}.log"),
+        cache_dir=str(root / "cache"),
+        target_revision="random",
+        dataset_sha256=hashlib.sha256(Path(config.data.path).read_bytes()).hexdigest(),
+        config=config.to_dict(),
+        seed=config.seed,
+        argv=tuple(sys.argv),
+    )
+
+
+def write_manifest(options: argparse.Namespace) -> Path:
     """Write the manifest of a run; returns its directory."""
     root: Path = options.directory
     config = TrainConfig.from_dict(
@@ -117,7 +144,7 @@ def write_manifest(options: argparse.Namespace, dataset_sha256: str) -> Path:
             "draft": {
                 "num_draft_layers": options.layers,
                 "block_size": 16,
-                "mask_token_id": _NUM_WORDS + _SPECIALS.index("<|mask|>"),
+                "mask_token_id": MASK_TOKEN_ID,
             },
             "optim": {"max_steps": options.steps, "epochs": 1000.0},
             "run": {"device": options.device, "checkpoint_every_steps": max(1, options.steps // 2)},
@@ -126,28 +153,8 @@ def write_manifest(options: argparse.Namespace, dataset_sha256: str) -> Path:
     )
     run_dir = root / "runs" / options.tag
     run_dir.mkdir(parents=True)
-    manifest = Manifest(
-        run_id=f"{options.tag}-benchmark",
-        tag=options.tag,
-        created_unix_s=time.time(),
-        dflashctl_version="0.1.0",
-        release="0" * 64,
-        git_commit=None,
-        git_dirty=None,
-        packages={"torch": torch.__version__},
-        host="here",
-        vmid=None,
-        gpus=gpus(options.device, options.targets, options.drafters),
-        python=sys.executable,
-        workspace=str(root),
-        log_path=str(run_dir / f"train_stdout_{options.tag}.log"),
-        cache_dir=str(root / "cache"),
-        target_revision="random",
-        dataset_sha256=dataset_sha256,
-        config=config.to_dict(),
-        seed=0,
-        argv=tuple(sys.argv),
-    )
+    cards = gpus(options.device, options.targets, options.drafters)
+    manifest = manifest_of(run_dir, config, cards)
     (run_dir / "manifest.json").write_text(manifest.to_json())
     return run_dir
 
@@ -234,8 +241,8 @@ def main() -> int:
     show(torch=torch.__version__, card=card, **{k: str(v) for k, v in vars(options).items()})
     build_target(options.directory / "target", options.size, options.device)
     chats = options.directory / "chats.jsonl"
-    sha256 = write_chats(chats, options.samples, options.longest)
-    run_dir = write_manifest(options, sha256)
+    write_chats(chats, options.samples, options.longest)
+    run_dir = write_manifest(options)
     place = ["--run-dir", str(run_dir)]
     for name, arguments in (
         ("warmup", ["warmup", *place]),

@@ -31,6 +31,11 @@ class Coverage:
     whole_run: float
     reachable: float
 
+    @property
+    def is_low(self) -> bool:
+        """Whether an epoch leaves most of what it could reach out."""
+        return self.per_epoch < _FEW * self.reachable
+
     def lines(self, epochs: float, max_anchors: int) -> list[str]:
         """Return what a person should know at the start of a run."""
         told = [
@@ -40,7 +45,7 @@ class Coverage:
                 f" {self.num_trained / max(1, self.num_anchors):.1f} trained tokens a block"
             )
         ]
-        if self.per_epoch < _FEW * self.reachable:
+        if self.is_low:
             told.append(
                 f"coverage is low: data.max_anchors {max_anchors} leave most trained tokens of an"
                 " epoch out; raise it, or train more epochs"

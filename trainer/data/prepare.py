@@ -86,8 +86,9 @@ def _prepare(options: PrepareOptions) -> dict[str, Any]:
     if finished is not None:
         shutil.rmtree(output / WORK, ignore_errors=True)
         return finished
-    for left in output.glob(".shard-*"):
-        left.unlink()
+    for name in ("shard-", BAD_RECORDS, DATASET):
+        for left in output.glob(f".{name}*"):  # what a kill left half written
+            left.unlink()
     recipe = Recipe(
         output,
         options.target,
@@ -98,7 +99,7 @@ def _prepare(options: PrepareOptions) -> dict[str, Any]:
     )
     parts = slices(origin.sources, options.shard_samples)
     jobs = [Job(n, _bare(origin.sources[part.source]), part) for n, part in enumerate(parts)]
-    workers = min(options.num_workers or os.cpu_count() or 1, max(1, len(jobs)))
+    workers = min(options.num_workers or len(os.sched_getaffinity(0)), max(1, len(jobs)))
     with _pool(workers) as pool:
         if options.dedup:
             jobs = _without_duplicates(recipe, jobs, pool)
@@ -201,7 +202,7 @@ def _work(
         return
     waiting = deque(jobs)
     running: dict[Future[Any], Job] = {}
-    in_flight = 2 * (os.cpu_count() or 1)
+    in_flight = 2 * len(os.sched_getaffinity(0))
     while waiting or running:
         while waiting and len(running) < in_flight:
             job = waiting.popleft()
@@ -245,7 +246,7 @@ def _finish(
     document = {"v": VERSION, "sha256": digest, "content": content, "made": made}
     write_by_rename(output / DATASET, (json.dumps(document, indent=1) + "\n").encode())
     shutil.rmtree(output / WORK)
-    return document
+    return read_document(output)
 
 
 def _join_bad(output: Path, num_shards: int) -> None:

@@ -92,8 +92,10 @@ def find_duplicates(output: Path, counts: Sequence[int]) -> list[npt.NDArray[np.
 
     Needs about 70 bytes a record while it runs. ``counts``: records of each slice.
     """
+    if not counts:
+        return []
     parts = [np.fromfile(digests_path(output, n), "<u8") for n in range(len(counts))]
-    pairs = np.concatenate([np.zeros(0, "<u8"), *parts]).reshape(-1, 2)
+    pairs = np.concatenate(parts).reshape(-1, 2)
     order = np.lexsort((pairs[:, 1], pairs[:, 0]))  # stable: of equal ones the first stays first
     repeats = np.zeros(len(pairs), np.bool_)
     repeats[order[1:]] = (pairs[order[1:]] == pairs[order[:-1]]).all(axis=1)

@@ -20,7 +20,7 @@ from trainer.errors import DataError
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 _CHUNK_BYTES = 8 << 20
-_MAX_LINE_BYTES = 64 << 20
+_MAX_LINE_BYTES = 16 << 20
 _TABLE_ROWS = 256  # rows of a table that exist at one time
 _EXCERPT_CHARACTERS = 200
 # What a record is made of; the other columns of a table are not read.

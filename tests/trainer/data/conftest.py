@@ -14,12 +14,13 @@ from trainer.data.prepare_options import PrepareOptions
 # Like Qwen's: thinking off closes an empty block in the prompt, thinking on opens one, and of
 # earlier answers the reasoning is left out.
 TEMPLATE = (
-    "{%- for m in messages %}<s>{{ m.role }}\n"
-    "{%- if m.role == 'assistant' and loop.last %}"
-    "<think>{{ m.reasoning_content or '' }}</think>{% endif %}"
-    "{{- m.content }}<e>\n{% endfor %}"
-    "{%- if add_generation_prompt %}<s>assistant\n<think>"
-    "{%- if enable_thinking is defined and not enable_thinking %}</think>{% endif %}{% endif %}"
+    "{% for m in messages %}{{ '<s>' + m.role + '\\n' }}"
+    "{% if m.role == 'assistant' and loop.last %}"
+    "{{ '<think>' + (m.reasoning_content or '') + '</think>' }}{% endif %}"
+    "{{ m.content + '<e>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<s>assistant\\n<think>' }}"
+    "{% if enable_thinking is defined and not enable_thinking %}{{ '</think>' }}{% endif %}"
+    "{% endif %}"
 )
 PLAIN_TEMPLATE = (
     "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] }}<e>\n{% endfor %}"

@@ -1,0 +1,240 @@
+"""What the run will take: disk, host memory, and the memory of each GPU.
+
+Weights, optimiser and checkpoints are counted; activations are estimated from shapes, so a GPU
+that is nearly full by this may still run, or not.
+"""
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.contract.config import TrainConfig
+from trainer.doctor.findings import Finding, problem, warning
+from trainer.doctor.samples import DataFacts
+from trainer.export import tensor_shapes
+from trainer.model.draft_config import DraftConfig
+
+_SIZES = {"float32": 4, "bfloat16": 2}
+_EVENT_BYTES = 900  # a step event and its line of the log
+_FULL_FRAC = 0.95  # of a GPU: CUDA itself and fragments take the rest
+_TOKEN_BYTES = 5  # a token id and its mask, in memory
+
+
+@dataclass(frozen=True)
+class DiskFacts:
+    """Bytes below the workspace; checkpoints: those kept and one being written."""
+
+    path: str
+    free_bytes: int
+    checkpoint_bytes: int
+    num_checkpoints: int
+    export_bytes: int
+    log_bytes: int
+
+    @property
+    def needed_bytes(self) -> int:
+        """All that the run writes."""
+        checkpoints = self.checkpoint_bytes * self.num_checkpoints
+        return checkpoints + self.export_bytes + self.log_bytes
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """Bytes of the container's memory. features_bytes: hidden states of all samples."""
+
+    available_bytes: int | None
+    cache_bytes: int
+    features_bytes: int
+    data_bytes: int
+
+    @property
+    def needed_bytes(self) -> int:
+        """What is held for as long as the run lives."""
+        return min(self.cache_bytes, self.features_bytes) + self.data_bytes
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """One role's memory by part; total_bytes None where there is no GPU to compare with."""
+
+    role: str
+    name: str
+    parts: dict[str, int]
+    total_bytes: int | None
+
+    @property
+    def needed_bytes(self) -> int:
+        """Sum of the parts."""
+        return sum(self.parts.values())
+
+
+def draft_numbers(draft: DraftConfig) -> int:
+    """Return how many numbers the draft trains."""
+    return sum(prod(shape) for shape in tensor_shapes(draft).values())
+
+
+def _moment_numbers(draft: DraftConfig, config: TrainConfig) -> int:
+    """AdamW keeps two numbers a weight, Muon one for the matrices of the layers."""
+    per_tensor = {
+        name: 1 if config.optim.name == "muon" and name.startswith("layers.") else 2
+        for name in tensor_shapes(draft)
+    }
+    return sum(
+        prod(shape) * (per_tensor[name] if len(shape) == 2 else 2)
+        for name, shape in tensor_shapes(draft).items()
+    )
+
+
+def disk_facts(run_dir: Path, draft: DraftConfig, config: TrainConfig, num_steps: int) -> DiskFacts:
+    """Return what checkpoints, export and logs take where the run will lie."""
+    numbers, run = draft_numbers(draft), config.run
+    averages = numbers if config.optim.ema_decay is not None else 0
+    best = config.evaluation.every_steps is not None
+    return DiskFacts(
+        path=str(run_dir),
+        free_bytes=shutil.disk_usage(run_dir).free,
+        checkpoint_bytes=4 * (numbers + _moment_numbers(draft, config) + averages),
+        num_checkpoints=run.keep_checkpoints + 1 + best,
+        export_bytes=numbers * _SIZES[draft.dtype],
+        log_bytes=num_steps // run.log_every_steps * _EVENT_BYTES,
+    )
+
+
+def host_facts(data: DataFacts, draft: DraftConfig, config: TrainConfig) -> HostFacts:
+    """Return what the feature cache and the data take of the container's memory."""
+    width = draft.num_taps * draft.hidden_size * _SIZES[config.target.dtype]
+    in_memory = 0 if Path(data.path).is_dir() else data.num_tokens * _TOKEN_BYTES
+    return HostFacts(
+        available_bytes=available_bytes(),
+        cache_bytes=config.target.cache_bytes,
+        features_bytes=data.num_tokens * width,
+        data_bytes=in_memory,
+    )
+
+
+def available_bytes(
+    meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")
+) -> int | None:
+    """Return the memory that can still be taken, by the machine's word or the container's limit."""
+    found: list[int] = []
+    try:
+        lines = [line.split() for line in meminfo.read_text().splitlines()]
+        found += [int(words[1]) * 1024 for words in lines if words[0] == "MemAvailable:"]
+        limit = (cgroup / "memory.max").read_text().strip()
+        if limit != "max":
+            found.append(int(limit) - int((cgroup / "memory.current").read_text()))
+    except (OSError, ValueError):
+        pass  # no Linux, or no cgroup of its own
+    return min(found) if found else None
+
+
+def target_facts(
+    text_config: Any, weight_bytes: int, draft: DraftConfig, config: TrainConfig, card: "Card"
+) -> DeviceFacts:
+    """Return what a target GPU holds: weights, one forward, and taps that wait for drafters."""
+    size = _SIZES[config.target.dtype]
+    hidden = int(text_config.hidden_size)
+    inner = int(getattr(text_config, "intermediate_size", None) or 4 * hidden)
+    forward_tokens = min(config.target.forward_tokens, config.data.token_budget)
+    taps = config.data.token_budget * draft.num_taps * hidden * size
+    parts = {
+        "weights": weight_bytes,
+        # The residual, its norm, queries to outputs, and the three inner products of one layer.
+        "forward (estimate)": forward_tokens * (8 * hidden + 3 * inner) * size,
+        "taps in the queue": taps * (config.run.queue_depth + 1),
+    }
+    return DeviceFacts("target", card.name, parts, card.total_bytes)
+
+
+def drafter_facts(draft: DraftConfig, config: TrainConfig, card: "Card") -> DeviceFacts:
+    """Return what a drafter GPU holds."""
+    size, numbers = _SIZES[draft.dtype], draft_numbers(draft)
+    data, vocab, hidden = config.data, draft.vocab_size, draft.hidden_size
+    rows = 1 if data.packing else data.max_batch_size
+    block_tokens = rows * data.max_anchors * draft.block_size
+    # A sampled head has the rows of the labels, each perhaps another, and the random ones.
+    sampled = min(vocab, config.loss.head_sample + block_tokens)
+    columns = sampled if config.loss.head_sample else vocab
+    own = 0 if draft.dtype == "float32" else numbers * size  # fp32 weights are the masters
+    averages = numbers * 4 if config.optim.ema_decay is not None else 0
+    heads = draft.num_attention_heads * draft.head_dim
+    narrow = draft.num_key_value_heads * draft.head_dim
+    # Kept for the backward, a layer: of each block token the residuals, norms, queries, keys,
+    # values, outputs and inner products; of each context token keys and values, before and after.
+    per_block = 5 * hidden + 4 * heads + 4 * narrow + 4 * draft.intermediate_size
+    kept = block_tokens * per_block + data.token_budget * 6 * narrow
+    parts = {
+        "weights": own,
+        "fp32 masters": numbers * 4,
+        "optimiser moments": _moment_numbers(draft, config) * 4,
+        "gradients": numbers * 4 + numbers * size,
+        "moving average": averages,
+        "target's embedding and head": vocab * hidden * size * (1 if draft.tied_target else 2),
+        "taps of a batch": data.token_budget * (draft.num_taps + 2) * hidden * size,
+        "activations (estimate)": draft.num_draft_layers * kept * size,
+        "logits of a chunk": config.loss.chunk_rows * columns * (4 + 2 * size),
+    }
+    return DeviceFacts("drafter", card.name, parts, card.total_bytes)
+
+
+@dataclass(frozen=True)
+class Card:
+    """A device that holds a role."""
+
+    name: str
+    total_bytes: int | None
+
+    @classmethod
+    def of(cls, device: torch.device) -> "Card":
+        """Ask CUDA; a CPU has no memory of its own."""
+        if device.type != "cuda":
+            return cls("cpu", None)
+        facts = torch.cuda.get_device_properties(device)
+        return cls(str(facts.name), int(facts.total_memory))
+
+
+def room_findings(
+    disk: DiskFacts | None, host: HostFacts | None, devices: Mapping[str, DeviceFacts]
+) -> list[Finding]:
+    """Judge disk, host memory and GPUs."""
+    found: list[Finding] = []
+    if disk is not None and disk.needed_bytes > disk.free_bytes:
+        text = (
+            f"{gib(disk.needed_bytes)} are needed ({disk.num_checkpoints} checkpoints of"
+            f" {gib(disk.checkpoint_bytes)}), {gib(disk.free_bytes)} are free"
+        )
+        fix = "make room, lower run.keep_checkpoints, or another workspace in hosts.yaml"
+        found.append(problem("disk", text, disk.path, fix))
+    if host is not None and (host.available_bytes or host.needed_bytes) < host.needed_bytes:
+        text = (
+            f"the cache of hidden states and the data take {gib(host.needed_bytes)},"
+            f" {gib(host.available_bytes or 0)} are available: the kernel would kill the run"
+        )
+        fix = "lower target.cache_bytes, or raise the container's memory limit"
+        found.append(warning("host-memory", text, "target.cache_bytes", fix))
+    for key, one in devices.items():
+        if one.total_bytes and one.needed_bytes > _FULL_FRAC * one.total_bytes:
+            text = (
+                f"about {gib(one.needed_bytes)} are needed, {one.name} has {gib(one.total_bytes)};"
+                f" the largest part: {max(one.parts, key=lambda part: one.parts[part])}"
+            )
+            found.append(warning("gpu-memory", text, key, _GPU_FIXES[one.role]))
+    return found
+
+
+_GPU_FIXES = {
+    "target": "lower target.forward_tokens, data.token_budget or run.queue_depth",
+    "drafter": "lower data.max_anchors, data.token_budget or loss.chunk_rows",
+}
+
+
+def gib(size_bytes: int) -> str:
+    """Return bytes for people."""
+    if size_bytes < 1 << 30:
+        return f"{size_bytes / (1 << 20):.1f} MiB"
+    return f"{size_bytes / (1 << 30):.1f} GiB"

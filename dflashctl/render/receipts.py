@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from dflashctl.errors import DflashctlError
+from dflashctl.operations.data_doctor import DoctorResult
 from dflashctl.operations.deploy import DeployResult
 from dflashctl.operations.evaluate import EvaluateResult
 from dflashctl.operations.gpus import GpuRow, HostGpus
@@ -183,6 +184,17 @@ def warmup_text(result: WarmupResult) -> str:
         lines.append(f"  {report.get('device', '?')}  {seconds} s  {compiles} compiles")
     lines += [f"  {note}" for note in result.notes]
     return "\n".join(lines) + "\n"
+
+
+def doctor_text(result: DoctorResult) -> str:
+    """Return the trainer's own words, and where they were said."""
+    return f"{result.place}  release {result.release[:12]}\n{result.report['text']}"
+
+
+def doctor_document(result: DoctorResult) -> dict[str, Any]:
+    """Return the report without its words."""
+    report = {k: v for k, v in result.report.items() if k not in ("kind", "v", "ok", "text")}
+    return {"place": result.place, "release": result.release, **report}
 
 
 def evaluate_text(result: EvaluateResult) -> str:

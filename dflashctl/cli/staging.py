@@ -1,0 +1,61 @@
+"""What verbs about a run to come share: its configuration, and the open ways to its place."""
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dflashctl.cli.output import say
+from dflashctl.cli.verb import Options
+
+if TYPE_CHECKING:
+    from dflashctl.gpu_roles import Ways
+    from dflashctl.inventory import Place
+    from trainer.contract.config import TrainConfig
+
+TrainFile = Annotated[
+    Path | None,
+    typer.Option("--train", metavar="FILE", help="train.yaml (default: beside hosts.yaml)"),
+]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="a setting over train.yaml; repeatable"),
+]
+
+
+def train_config(
+    options: Options, place: "Place", train: Path | None, sets: list[str] | None
+) -> "TrainConfig":
+    """Read the configuration, and check it against the devices of the place."""
+    from dflashctl.errors import ConfigurationError
+    from dflashctl.gpu_roles import uses_gpus
+    from dflashctl.train_file import read_train_config
+
+    beside = options.inventory_path().parent / "train.yaml"
+    if train is None and beside.is_file():
+        train = beside
+        say(f"using {beside}")
+    on_gpus = uses_gpus(place.container)
+    config = read_train_config(train, sets or [], () if on_gpus else ("run.device=cpu",))
+    if not on_gpus and config.run.device != "cpu":
+        raise ConfigurationError(
+            f"run.device is {config.run.device}, and hosts.yaml gives {place.label} only cpu roles",
+            hint="--set run.device=cpu, or GPUs in hosts.yaml",
+        )
+    return config
+
+
+@contextmanager
+def open_ways(options: Options, place: "Place") -> "Iterator[Ways]":
+    """Open the way into the container, and the way to its node."""
+    from dflashctl.gpu_roles import Ways
+    from dflashctl.transport import connect_host
+
+    with closing(options.connect(place)) as inside:
+        if place.container.vmid is None:
+            yield Ways(place, inside, inside)
+            return
+        with closing(connect_host(place.host, accept_new=options.accept_new)) as node:
+            yield Ways(place, inside, node)

@@ -39,14 +39,15 @@ _STEPS_PER_KILL = 12
 class Kill:
     """One life of the trainer and its end.
 
-    moment: what it was killed in. began, ended: the steps it went on from and told last. left:
-    what stood half written in checkpoints/.
+    moment: what it was to be killed in. began, ended: the steps it went on from and told last.
+    left: what stood half written in checkpoints/. is_late: it had finished before.
     """
 
     moment: str
     began: int
     ended: int
     left: str
+    is_late: bool
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def finish(run_dir: Path, *, resume: bool) -> None:
 def kill_once(run_dir: Path, moment: str, draw: random.Random, *, resume: bool) -> Kill:
     """Start the trainer and kill it at a moment of this kind.
 
-    Raises: RuntimeError with its last lines when it ended by itself.
+    Raises: RuntimeError with its last lines when it failed by itself.
     """
     process = start(run_dir, resume=resume)
     assert process.stdout is not None  # noqa: S101 - asked for above
@@ -97,12 +98,18 @@ def kill_once(run_dir: Path, moment: str, draw: random.Random, *, resume: bool) 
             time.sleep(draw.uniform(0.0, 0.03))
     process.send_signal(signal.SIGKILL)
     lines += process.communicate()[0].splitlines()
-    if process.returncode != -signal.SIGKILL:
+    if process.returncode not in (0, -signal.SIGKILL):
         raise RuntimeError("\n".join(["it ended by itself:", *lines[-15:]]))
     left = sorted(p.name for p in (run_dir / "checkpoints").glob(f"*{PARTIAL_SUFFIX}"))
     steps = [int(line.split()[1].partition("/")[0]) for line in lines if _is_step(line)]
     began = [int(line.split()[2]) for line in lines if line.startswith("resume step ")]
-    return Kill(moment, *(values[-1] if values else 0 for values in (began, steps)), " ".join(left))
+    return Kill(
+        moment=moment,
+        began=began[-1] if began else 0,
+        ended=steps[-1] if steps else 0,
+        left=" ".join(left),
+        is_late=process.returncode == 0,
+    )
 
 
 def _read_until(stream: Any, lines: list[str], moment: str, draw: random.Random) -> None:
@@ -117,7 +124,9 @@ def _read_until(stream: Any, lines: list[str], moment: str, draw: random.Random)
 
 
 def _wait_for_partial(run_dir: Path, process: "subprocess.Popen[str]") -> None:
-    while process.poll() is None:
+    """Wait for a checkpoint being written, at most a second: a busy machine may miss some."""
+    give_up = time.monotonic() + 1.0
+    while process.poll() is None and time.monotonic() < give_up:
         if any((run_dir / "checkpoints").glob(f"*{PARTIAL_SUFFIX}")):
             return
         time.sleep(0.0005)
@@ -166,7 +175,8 @@ def outcome(run_dir: Path, num_steps: int) -> Outcome:
 def show(number: int, kill: Kill) -> None:
     """Print one line of the table."""
     span = f"{kill.began:>5} -> {kill.ended:<5}"
-    print(f"{number:>4}  {kill.moment:<10}  {span}  {kill.left}", flush=True)
+    late = "  (it had finished)" if kill.is_late else ""
+    print(f"{number:>4}  {kill.moment:<10}  {span}  {kill.left}{late}", flush=True)
 
 
 def prepare(options: argparse.Namespace) -> dict[str, Any]:

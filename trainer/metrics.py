@@ -105,7 +105,8 @@ class Metrics:
                 return
             values = self._step_values(figures, flow)
             self._last_flow = flow
-            self._tell("step", _step_line(values), **values)
+            own = "".join(f" {key} {value:.3g}" for key, value in figures.variant.items())
+            self._tell("step", _step_line(values) + own, **values)
 
     def compile(self, **facts: Any) -> None:
         """Tell of a compile: thread, key, compile_s, num_graphs, reasons, expected."""
@@ -217,6 +218,10 @@ class SampleLog:
         """Append the batches of a step, each (index, epoch, sample ids), in one write."""
         line = {"step": step, "batches": batches}
         self._file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -74,6 +74,8 @@ class Session:
         finally:
             self._gate.close()
             self._metrics.close()
+            if self._samples is not None:
+                self._samples.close()
         return status
 
     def _train(self) -> tuple[str, TrainerExit]:

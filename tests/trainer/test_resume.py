@@ -1,62 +1,76 @@
-"""Kill -9 at a random moment, resume, and end with the same weights to the bit."""
+"""Kill -9 at a random moment, resume, and end as a run that was never killed: to the bit."""
 
 import random
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
-from trainer import checkpoint
+from benchmarks.kill_loop import kill_once, outcome
 from trainer.contract.events import EventDecoder
 from trainer.session import Session
 
 MakeRun = Callable[..., Path]
-SETTINGS = {
-    "optim": {"max_steps": 60, "epochs": 300.0, "name": "muon"},
-    "run": {"checkpoint_every_steps": 5},
-    "target": {"cache_bytes": 0},
-}
+NUM_STEPS = 60
 
 
-@pytest.mark.parametrize("attempt", range(2))
-def test_killed_and_resumed_run_ends_with_the_uninterrupted_runs_weights(
-    make_run: MakeRun, attempt: int
-) -> None:
-    straight, killed = make_run("straight", **SETTINGS), make_run("killed", **SETTINGS)
-    trainer = subprocess.Popen(
-        [sys.executable, "-m", "trainer", "train", "--run-dir", str(killed)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert trainer.stdout is not None
-    step = random.Random().randrange(6, 52)
-    told: list[str] = []
-    for line in trainer.stdout:
-        told.append(line)
-        if line.startswith(f"step {step}/"):
-            break
-    time.sleep(random.Random().random() * 0.02)  # not always right after the line was written
-    trainer.send_signal(signal.SIGKILL)
-    trainer.communicate(timeout=10)
-    assert trainer.returncode == -signal.SIGKILL, "".join(told[-5:])
+def _settings(heldout: Path) -> dict[str, Any]:
+    return {
+        "optim": {"max_steps": NUM_STEPS, "epochs": 300.0, "name": "muon", "ema_decay": 0.9},
+        "run": {"checkpoint_every_steps": 5, "log_samples": True, "export_at_end": False},
+        "evaluation": {
+            "every_steps": 10,
+            "prompts": str(heldout),
+            "num_prompts": 1,
+            "max_new_tokens": 6,
+        },
+        "target": {"cache_bytes": 0},
+    }
 
+
+def _events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    data = (run_dir / "metrics.jsonl").read_bytes()
+    return [event for event in EventDecoder().feed(data) if event["kind"] == kind]
+
+
+def _require_equal_ends(straight: Path, killed: Path, moment: str, **roles: int) -> None:
+    """Kill one of two equal runs, resume it in this process, and compare."""
+    seed = random.randrange(1 << 32)
+    kill = kill_once(killed, moment, random.Random(seed), resume=False)
     Session(killed, resume=True).train()
     Session(straight, resume=False).train()
-    first, second = (
-        checkpoint.load(run_dir / "checkpoints" / "step_00000060") for run_dir in (straight, killed)
-    )
-    different = [n for n in first.masters if not torch.equal(first.masters[n], second.masters[n])]
-    assert different == [], f"attempt {attempt}, killed at step {step}"
-    assert all(torch.equal(first.optimizer[n], second.optimizer[n]) for n in first.optimizer)
-    assert first.trained == second.trained
+    first, second = outcome(straight, NUM_STEPS), outcome(killed, NUM_STEPS)
+    why = f"seed {seed}, {kill}, {roles}"
+    assert first.visits == second.visits, why
+    assert first.trained == second.trained, why
+    assert first.trained.samples == first.visits.total(), why
+    assert first.digest == second.digest, why
+    assert first.evaluations == second.evaluations, why
+    # The schedule goes on where it was: of each step the rate is that of the other run.
+    rates = [{e["step"]: e["lr"] for e in _events(run, "step")} for run in (straight, killed)]
+    assert rates[0] == rates[1], why
     events = list(EventDecoder().feed((killed / "metrics.jsonl").read_bytes()))
     assert [event["seq"] for event in events] == list(range(len(events)))  # one sequence, no gap
-    resumed = next(e["step"] for e in events if e["kind"] == "phase" and e["phase"] == "resume")
-    assert resumed % 5 == 0
-    assert step - 5 <= resumed <= step + 20
+
+
+@pytest.mark.parametrize("moment", ["checkpoint", "evaluate"])
+def test_killed_and_resumed_run_ends_with_the_uninterrupted_runs_weights(
+    make_run: MakeRun, tiny_chats: Path, moment: str
+) -> None:
+    settings = _settings(tiny_chats)
+    _require_equal_ends(make_run("straight", **settings), make_run("killed", **settings), moment)
+
+
+def test_killed_run_of_several_threads_trains_on_the_same_multiset_of_samples(
+    make_run: MakeRun, tiny_chats: Path
+) -> None:
+    settings = _settings(tiny_chats)
+    settings["optim"] |= {"grad_accumulation": 2}
+    roles = {"drafters": 2, "targets": 2}
+    straight, killed = (make_run(tag, **roles, **settings) for tag in ("straight", "killed"))
+    _require_equal_ends(straight, killed, "step", **roles)
+    visits = outcome(straight, NUM_STEPS).visits
+    last = max(epoch for epoch, _sample in visits)
+    assert last > 10
+    assert all(visits[epoch, sample] == 1 for epoch in range(last) for sample in range(24))

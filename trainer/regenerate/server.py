@@ -84,7 +84,10 @@ class Server:
         """
         options = self._options
         model = options.sampling.model
-        document = await self._settle(lambda: self._get("/models"), options.retries)
+        try:
+            document = await self._settle(lambda: self._get("/models"), options.retries)
+        except (GivenUpError, UnusableError) as error:
+            raise ServerError(f"{options.base_url}/models: {error}") from error
         entries = document.get("data") if isinstance(document, dict) else None
         known = {e.get("id"): e for e in entries or () if isinstance(e, dict)}
         if known and model not in known:

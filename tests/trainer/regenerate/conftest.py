@@ -56,6 +56,7 @@ class ChatServer:
     models: list[dict[str, Any]] = field(
         default_factory=lambda: [{"id": "tiny", "root": "/models/tiny", "max_model_len": 64}]
     )
+    models_status: int = 200
     version: str | None = "0.11.2"
     asked: list[Body] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
@@ -81,7 +82,7 @@ class ChatServer:
 
     def get(self, path: str) -> Answer:
         if path == "/v1/models":
-            return 200, {}, {"object": "list", "data": self.models}
+            return self.models_status, {}, {"object": "list", "data": self.models}
         if path == "/version" and self.version:
             return 200, {}, {"version": self.version}
         return error(404, "Not Found")

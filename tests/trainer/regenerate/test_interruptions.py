@@ -189,6 +189,21 @@ class _Stalling:
         return echo(body)
 
 
+def test_interrupt_is_one_line_and_keeps_what_is_answered(chat_server: ChatServer, tmp_path: Path):
+    reached, hold = threading.Event(), threading.Event()
+    chat_server.answer = _Stalling(chat_server, 10, reached, hold)
+    source = write_chats(tmp_path / "in.jsonl", questions(20))
+    process = _process(chat_server, source, tmp_path / "out.jsonl")
+    assert reached.wait(20)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=25)
+    hold.set()
+    assert process.returncode == 10
+    assert stderr.splitlines()[-1] == "error: interrupted"
+    assert "Traceback" not in stderr
+    assert len(_answered_lines(tmp_path / "out.jsonl")) >= 6
+
+
 def _answered_lines(output: Path) -> list[int]:
     """Lines in the journal that a kill left, as a run reads it."""
     journal = Journal(Files(output).journal, 41)

@@ -281,6 +281,20 @@ def test_model_that_is_not_served_is_told_with_those_that_are(
     assert chat_server.asked == []
 
 
+@pytest.mark.parametrize(("status", "num_answered"), [(404, 2), (400, 0), (500, 0)])
+def test_server_without_a_list_of_models_is_asked_all_the_same_but_not_a_broken_one(
+    chat_server: ChatServer, make_options: MakeOptions, status: int, num_answered: int
+):
+    chat_server.models_status = status
+    options = make_options(questions(2), retries=1)
+    if num_answered:
+        regenerate(options)
+    else:
+        with pytest.raises(ServerError, match=f"/models: HTTP {status}"):
+            regenerate(options)
+    assert len(chat_server.asked) == num_answered
+
+
 def test_finished_output_is_left_alone_and_other_settings_are_refused(
     chat_server: ChatServer, make_options: MakeOptions, capsys: pytest.CaptureFixture[str]
 ):

@@ -22,8 +22,9 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def run_of(make_run: MakeRun, variant: str, tag: str, **more: Any) -> Path:
-    return make_run(tag, **SETTINGS | {"draft": SMALL | {"variant": variant}} | more)
+def run_of(make_run: MakeRun, variant: str, tag: str, drafters: int = 1, **draft: Any) -> Path:
+    settings = SETTINGS | {"draft": SMALL | {"variant": variant} | draft}
+    return make_run(tag, drafters=drafters, **settings)
 
 
 def steps_of(run_dir: Path) -> list[dict[str, Any]]:
@@ -50,10 +51,14 @@ def test_drafters_keep_identical_replicas_and_the_export_is_theirs(
     assert all(bool(second[name].any()) for name in moved)  # the successor codebook began at zero
 
 
-def test_steps_tell_how_often_the_truth_is_among_the_candidates(make_run: MakeRun) -> None:
-    run_dir = run_of(make_run, "dflash2", "recall", drafters=2)
+def test_steps_tell_how_often_the_truth_is_among_the_candidates(
+    make_run: MakeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = run_of(make_run, "dflash2", "recall", drafters=2, dtype="bfloat16")
     Session(run_dir, resume=False).train()
     steps = steps_of(run_dir)
+    told = capsys.readouterr().out.splitlines()
+    assert sum(" candidate_recall_frac " in line for line in told) == len(steps) == 8
     recalls = [step["candidate_recall_frac"] for step in steps]
     # 4 candidates of 46 tokens are right by chance in 9 of 100 cases; a step has 100 slots or so
     assert all(0 <= recall <= 1 for recall in recalls)
@@ -62,7 +67,7 @@ def test_steps_tell_how_often_the_truth_is_among_the_candidates(make_run: MakeRu
 
 
 def test_weight_of_the_base_falls_over_half_of_the_steps(make_run: MakeRun) -> None:
-    run_dir = run_of(make_run, "domino", "share", drafters=2)
+    run_dir = run_of(make_run, "domino", "share", drafters=2, dtype="bfloat16")
     Session(run_dir, resume=False).train()
     steps = steps_of(run_dir)
     assert [step["lambda_base"] for step in steps] == [1, 0.75, 0.5, 0.25, 0, 0, 0, 0]

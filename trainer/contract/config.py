@@ -73,8 +73,9 @@ class DraftModelConfig:
     measured once on the first samples; folded into fc on export.
 
     variant: dflash; dflash2 (conv_group_size: channels that share a kernel; selector_rank and
-    selector_top_k: width of the codebooks, candidates of a slot); domino (gru_hidden_dim: state
-    over the block's earlier tokens; emb_dim: rank of the correction of the logits).
+    selector_top_k: width of the codebooks, candidates of a slot; the published ones have sliding
+    layers that are not causal); domino (gru_hidden_dim: state over the block's earlier tokens;
+    emb_dim: rank of the correction of the logits).
     """
 
     num_draft_layers: int = 5

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from transformers import AutoTokenizer
 
 from trainer.data.chat import BadRecordError, ChatEncoder, parse_line
 from trainer.errors import DataError
@@ -112,6 +111,9 @@ def mask_token_error(path: str, sample: Sample, mask_token_id: int) -> DataError
 
 def load_tokenizer(path: str, revision: str | None = None) -> Any:
     """Load the target's tokenizer; raises DataError when it is absent, slow or has no template."""
+    # Imported here: it takes seconds and 200 MB, and a process that compares chats needs none.
+    from transformers import AutoTokenizer  # noqa: PLC0415
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
     except Exception as error:  # a damaged file: KeyError of transformers, Exception of tokenizers

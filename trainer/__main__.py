@@ -75,7 +75,8 @@ def _check(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     from trainer import results  # noqa: PLC0415
 
-    results.export_run(args.run_dir, results.Choice(best=args.best, ema=args.ema))
+    choice = results.Choice(best=args.best, ema=args.ema)
+    results.export_run(args.run_dir, choice, max_shard_bytes=args.max_shard_bytes)
     return int(TrainerExit.FINISHED)
 
 
@@ -213,6 +214,7 @@ def _parser() -> argparse.ArgumentParser:
         help="equality with plain decoding is exact in float32 alone",
     )
     out = command("export", "write the newest checkpoint in the z-lab layout")
+    out.add_argument("--max-shard-bytes", type=int, default=5_000_000_000, help="of one file")
     for chooser in (measure, out):
         chooser.add_argument(
             "--best", action="store_true", help="the checkpoint that evaluations found best"
@@ -234,7 +236,7 @@ def _add_export_commands(commands: "argparse._SubParsersAction[argparse.Argument
     change.add_argument("--to", choices=("speculators", "zlab"), required=True)
     change.add_argument("--target", type=Path, help="the target model's directory")
     change.add_argument("--verifier", help="hub id of the target, for readers elsewhere")
-    change.add_argument("--max-shard-bytes", type=int, default=5_000_000_000)
+    change.add_argument("--max-shard-bytes", type=int, default=5_000_000_000, help="of one file")
     text = "say which engines can load an export, without running one"
     judge = commands.add_parser("validate", help=text, description=text)
     judge.add_argument("directory", type=Path, metavar="DIR", help="an exported directory")

@@ -26,7 +26,8 @@ from trainer.data.dataset import load_chats, load_tokenizer, split_answer
 from trainer.errors import CheckpointError
 from trainer.evaluate import evaluate, walk
 from trainer.export import CONFIG as EXPORT_CONFIG
-from trainer.export import export_draft, load_export
+from trainer.export import card, export_draft, load_export
+from trainer.export.files import MAX_SHARD_BYTES
 from trainer.model.draft import DraftModel
 from trainer.model.target import Target
 
@@ -105,11 +106,17 @@ def evaluate_run(run_dir: Path, options: EvaluationOptions) -> dict[str, Any]:
         f" lossless: {lossless} ({result['num_equal']} of {result['num_prompts']} equal,"
         f" target {result['target_dtype']})"
     )
+    if card.refresh(run_dir):
+        _print("the model card of the export is up to date")
     return result
 
 
-def export_run(run_dir: Path, choice: Choice = Choice()) -> Path:
+def export_run(
+    run_dir: Path, choice: Choice = Choice(), *, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> Path:
     """Write the newest complete checkpoint, or the chosen one, to export/; returns the directory.
+
+    Weights above ``max_shard_bytes`` are split.
 
     Raises: CheckpointError when there is no such checkpoint, or no average in it.
     """
@@ -118,7 +125,8 @@ def export_run(run_dir: Path, choice: Choice = Choice()) -> Path:
     target = assembly.load_targets(config, [cpu])[str(cpu)]
     draft, source = checkpoint_draft(run_dir, config, target, choice)
     path = run_dir / "export"
-    export_draft(draft, path, config.target)
+    text = card.describe(run_dir, draft.config, source)
+    export_draft(draft, path, config.target, card=text, max_shard_bytes=max_shard_bytes)
     _print(f"exported {source} to {path}")
     return path
 

@@ -13,7 +13,7 @@ from trainer.checkpoint import CheckpointState, Trained
 from trainer.contract.completion import PARTIAL_SUFFIX, latest_complete, step_directory
 from trainer.contract.config import RunConfig
 from trainer.contract.errors import ConfigError
-from trainer.contract.evaluations import EMA, Best, Evaluations
+from trainer.contract.evaluations import EMA, RAW, Best, Evaluations
 from trainer.errors import CheckpointError
 from trainer.held_out import draft_copy
 from trainer.metrics import Metrics
@@ -123,15 +123,21 @@ class RunState:
             self._metrics.warning(f"evaluations.json was not written: {error}")
         return self.evaluations.best()
 
-    def export_draft(self, replica: Replica) -> DraftModel:
-        """Return the draft on the CPU, with the weights that run.export_weights names."""
+    def export_draft(self, replica: Replica) -> tuple[DraftModel, str]:
+        """Return the draft on the CPU with the weights that run.export_weights names, and which.
+
+        They are called as `python -m trainer export` calls those of a checkpoint.
+        """
         chosen, best = self._config.export_weights, self.evaluations.best()
         weights: Mapping[str, Tensor] = replica.optimizer.masters()
+        step, kind = self.done, RAW
         if chosen == EMA:
-            weights = replica.optimizer.average()
+            weights, kind = replica.optimizer.average(), EMA
         elif chosen == "best" and best is None:
             self._metrics.warning("no evaluation was saved; the last weights are exported")
         elif chosen == "best" and best is not None:
-            weights = checkpoint.load(self._root / step_directory(best.step)).weights(best.weights)
-            self._metrics.note(f"exporting the best: {best.weights} weights of step {best.step}")
-        return draft_copy(replica.draft, torch.device("cpu"), weights)
+            step, kind = best.step, best.weights
+            weights = checkpoint.load(self._root / step_directory(step)).weights(kind)
+            self._metrics.note(f"exporting the best: {kind} weights of step {step}")
+        name = step_directory(step) if kind == RAW else f"{step_directory(step)} {kind}"
+        return draft_copy(replica.draft, torch.device("cpu"), weights), name

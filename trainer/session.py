@@ -18,6 +18,7 @@ from trainer.compile_gate import CompileEvent, CompileGate, end_process
 from trainer.contract.exit_record import TrainerExit
 from trainer.evaluator import Evaluator, read_prompt_sets
 from trainer.export import export_draft
+from trainer.export.card import describe
 from trainer.held_out import HeldOut
 from trainer.metrics import Flow, Metrics, SampleLog, StepFigures, Totals
 from trainer.model.target import Target
@@ -91,7 +92,8 @@ class Session:
         for line in coverage.lines(config.optim.epochs, config.data.max_anchors):
             metrics.note(line)
         frac = round(coverage.per_epoch, 4)
-        metrics.phase("load", target=config.target.path, coverage_frac=frac)
+        samples = len(data.dataset.samples)
+        metrics.phase("load", target=config.target.path, coverage_frac=frac, samples=samples)
         targets = assembly.load_targets(config, self._devices.targets)
         target = next(iter(targets.values()))
         metrics.note(str(assembly.settle_targets(targets, config, self._gate)))
@@ -106,7 +108,7 @@ class Session:
             self._evaluator = Evaluator(held_out, every_steps, self._state, metrics, self._stop)
         self._state.identity = assembly.identity(config, target, self._manifest, steps)
         replicas = self.replicas = self._build(data, target, steps)
-        self._metrics.note(f"{len(data.dataset.samples)} samples, {steps.num_steps} steps")
+        self._metrics.note(f"{samples} samples, {steps.num_steps} steps")
         self._warm_up(replicas, data, targets)
         steps = replace(steps, first=self._state.done)
         if self._evaluator is not None:  # of the checkpoint's step, when a kill came before it
@@ -117,8 +119,9 @@ class Session:
             return "stopped", TrainerExit.STOPPED
         if config.run.export_at_end:
             metrics.phase("export", path="export")
-            draft = self._state.export_draft(replicas[0])
-            export_draft(draft, self._run_dir / "export", config.target)
+            draft, weights = self._state.export_draft(replicas[0])
+            card = describe(self._run_dir, draft.config, weights)
+            export_draft(draft, self._run_dir / "export", config.target, card=card)
         return "finished", TrainerExit.FINISHED
 
     def _build(self, data: assembly.Data, target: Target, steps: StepRange) -> list[Replica]:

@@ -17,17 +17,17 @@ from trainer.contract.manifest import Gpu, Manifest
 
 NUM_WORDS = 40
 SPECIALS = ("<|user|>", "<|assistant|>", "<|end|>", "<|mask|>", "<|pad|>", "<|unk|>")
+VOCABULARY = NUM_WORDS + len(SPECIALS)
 MASK_TOKEN_ID = NUM_WORDS + SPECIALS.index("<|mask|>")
+END_TOKEN_ID = NUM_WORDS + SPECIALS.index("<|end|>")
 TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
 
-@pytest.fixture(scope="session")
-def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory of a random Llama of 6 layers, width 32, with a tokenizer of 40 words."""
-    path = tmp_path_factory.mktemp("target")
+def write_word_tokenizer(path: Path) -> None:
+    """One token a word: w0..w39 and the special ones, with a chat template."""
     vocabulary = {f"w{i}": i for i in range(NUM_WORDS)}
     vocabulary |= {name: NUM_WORDS + i for i, name in enumerate(SPECIALS)}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))
@@ -41,10 +41,17 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(path)
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of a random Llama of 6 layers, width 32, with a tokenizer of 40 words."""
+    path = tmp_path_factory.mktemp("target")
+    write_word_tokenizer(path)
     torch.manual_seed(7)
     model = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=len(vocabulary),
+            vocab_size=VOCABULARY,
             hidden_size=32,
             intermediate_size=64,
             num_hidden_layers=6,
@@ -52,9 +59,9 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
             num_key_value_heads=2,
             max_position_embeddings=256,
             tie_word_embeddings=True,
-            eos_token_id=vocabulary["<|end|>"],
+            eos_token_id=END_TOKEN_ID,
             bos_token_id=None,
-            pad_token_id=vocabulary["<|pad|>"],
+            pad_token_id=NUM_WORDS + SPECIALS.index("<|pad|>"),
         )
     )
     model.save_pretrained(path)

@@ -144,14 +144,20 @@ class ChatEncoder:
             text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
         ids = np.array(encoded["input_ids"], np.int32)
-        starts = np.array([start for start, _ in encoded["offset_mapping"]], np.int64)
+        starts, stops = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
         mask = np.zeros(len(ids), np.bool_)
         end = len(ids)
         for begin, stop in spans:
             inside = np.flatnonzero((starts >= begin) & (starts < stop))
             last = self._last_trained(ids, inside)
             cut = chat.truncated and stop == spans[-1][1]
-            if cut and last >= 0 and int(ids[last]) in self._special:
+            if cut and (thought := _unfinished_thought(chat)):
+                # The template closes the thought and the answer; the target wrote neither.
+                at = text.rfind(thought, begin, stop)
+                written = at + len(thought) if at >= 0 else begin
+                last = int(inside[stops[inside] <= written].max(initial=-1))
+                end = last + 1
+            elif cut and last >= 0 and int(ids[last]) in self._special:
                 end = last  # the end token was never the target's own choice; drop what follows too
                 last -= 1
             mask[inside[inside <= last]] = True
@@ -307,6 +313,13 @@ def _tools(record: Mapping[str, Any]) -> tuple[Any, ...]:
     if not isinstance(tools, list):
         raise BadRecordError("tools: expected a list")
     return tuple(tools)
+
+
+def _unfinished_thought(chat: Chat) -> str:
+    """Return the reasoning within which the last answer was cut, if it has nothing else."""
+    answer = next(m for m in reversed(chat.messages) if m["role"] == "assistant")
+    thought = str(answer.get("reasoning_content") or "")
+    return "" if answer["content"].strip() else thought.strip()
 
 
 def _reasons(message: Mapping[str, Any]) -> bool:

@@ -14,6 +14,9 @@ _LEFT_OUT = frozenset(
 )
 
 
+_THINK, _THINK_END = "<think>", "</think>"
+
+
 class UnusableError(Exception):
     """Why a line gives no conversation; it is written aside with the line's number."""
 
@@ -120,8 +123,12 @@ def parse_reply(document: Any) -> Reply:
         count = usage.get("completion_tokens")
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise ValueError(f"no chat completion ({error!r})") from error
+    if not isinstance(content, str) or not isinstance(reasoning, str | None):
+        raise ValueError("no chat completion (its content is no text)")
     if finish not in ("stop", "length"):
         raise UnusableError(f"the server ended the answer with {finish!r}")
+    if not reasoning:
+        content, reasoning = _split_thought(content)
     if not content and not reasoning:
         raise UnusableError("the server gave an empty answer")
     if not content and finish == "stop":
@@ -132,6 +139,21 @@ def parse_reply(document: Any) -> Reply:
         except UnicodeEncodeError as error:
             raise UnusableError(f"the answer holds half a character ({error.reason})") from error
     return Reply(content, reasoning, finish == "length", count if isinstance(count, int) else None)
+
+
+def _split_thought(content: str) -> tuple[str, str | None]:
+    """Part what a server without a reasoning parser leaves in one: (answer, thought or None).
+
+    The opening mark is missing where the chat template's prompt ends with it; a thought without
+    its closing mark was cut.
+    """
+    head = content.lstrip()
+    if not head.startswith(_THINK) and _THINK in head.split(_THINK_END)[0]:
+        return content, None  # an answer that speaks of such marks
+    thought, closed, answer = head.removeprefix(_THINK).partition(_THINK_END)
+    if closed:
+        return answer.lstrip("\n"), thought.strip("\n") or None
+    return ("", thought.strip("\n")) if head.startswith(_THINK) else (content, None)
 
 
 def encode(value: Any) -> bytes:

@@ -104,6 +104,11 @@ def test_thinking_of_a_record_can_be_said_outright():
     assert trained(found, TEMPLATE) == "." * 27 + "</think>a<e>" + "."
 
 
+def test_answer_cut_within_its_reasoning_teaches_no_end_of_it():
+    record = chat("q", "", reasoning_content="why") | {"truncated": True}
+    assert trained(parse_record(record), TEMPLATE) == "." * 27 + "why"
+
+
 def test_reasoning_of_earlier_answers_is_neither_seen_nor_trained():
     messages = [
         {"role": "user", "content": "p"},

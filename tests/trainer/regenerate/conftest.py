@@ -18,7 +18,7 @@ Body = dict[str, Any]
 
 
 def completion(
-    content: str | None, *, finish: str = "stop", num_tokens: int = 3, **message: Any
+    content: Any, *, finish: str = "stop", num_tokens: int = 3, **message: Any
 ) -> Answer:
     """Return a 200 answer as vLLM and SGLang give it."""
     choice = {

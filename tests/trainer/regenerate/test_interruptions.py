@@ -17,6 +17,7 @@ from tests.trainer.regenerate.conftest import (
     CUT,
     ChatServer,
     MakeOptions,
+    completion,
     echo,
     error,
     questions,
@@ -52,6 +53,7 @@ def test_retry_after_is_waited_for(chat_server: ChatServer, make_options: MakeOp
         (error(503, "loading", Retry_After=formatdate(usegmt=True)), "HTTP 503: loading"),
         ((200, {}, b"<html>proxy</html>"), "the answer is not one"),
         ((200, {}, {"choices": []}), "no chat completion"),
+        (completion([1]), "its content is no text"),
         (CUT, "the connection broke"),
     ],
 )

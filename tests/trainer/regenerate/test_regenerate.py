@@ -154,6 +154,42 @@ def test_reasoning_is_kept_under_the_name_that_templates_read(
     assert chat_server.asked[1]["messages"][1] == told
 
 
+@pytest.mark.parametrize(
+    ("content", "answer", "thought"),
+    [
+        ("<think>\nsix\n</think>\n\n42", "42", "six"),
+        ("six\n</think>\n\n42", "42", "six"),  # the prompt ended with the opening mark
+        ("<think>\n\n</think>\n\n42", "42", None),
+        ("write <think>x</think> so", "write <think>x</think> so", None),
+    ],
+)
+def test_thought_that_the_server_left_in_the_answer_is_parted_from_it(
+    chat_server: ChatServer,
+    make_options: MakeOptions,
+    content: str,
+    answer: str,
+    thought: str | None,
+):
+    chat_server.answer = lambda _body, _times: completion(content)
+    options = make_options(questions(1))
+    regenerate(options)
+    message = read_lines(options.output)[0]["messages"][-1]
+    assert (message["content"], message.get("reasoning_content")) == (answer, thought)
+
+
+@pytest.mark.parametrize("message", [{"reasoning_content": "six times"}, {}])
+def test_answer_cut_within_its_thought_is_kept_as_one_and_marked(
+    chat_server: ChatServer, make_options: MakeOptions, message: dict[str, str]
+):
+    content = None if message else "<think>\nsix times"
+    chat_server.answer = lambda _body, _times: completion(content, finish="length", **message)
+    options = make_options(questions(1))
+    regenerate(options)
+    (record,) = read_lines(options.output)
+    told = {"role": "assistant", "content": "", "reasoning_content": "six times"}
+    assert (record["messages"][-1], record["truncated"]) == (told, True)
+
+
 def test_settings_reach_the_server_and_are_told_in_sidecar_and_record(
     chat_server: ChatServer, make_options: MakeOptions, monkeypatch: pytest.MonkeyPatch
 ):

@@ -53,6 +53,10 @@ def masters(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in found.items()}  # not a map of the file
 
 
+def target_of(run_dir: Path) -> str:
+    return str(json.loads((run_dir / "manifest.json").read_text())["config"]["target"]["path"])
+
+
 def evaluation(run_dir: Path, prompts: Path, *options: str) -> dict[str, Any]:
     assert command(run_dir, "evaluate", "--prompts", str(prompts), *options) == 0
     return dict(json.loads((run_dir / "evaluation.json").read_text()))
@@ -76,6 +80,7 @@ def goes_the_whole_road(run_dir: Path, prompts: Path, steps: tuple[int, int]) ->
     loaded = dict(load_export(run_dir / "export").named_parameters())
     assert loaded.keys() == resumed.keys()
     assert torch.equal(loaded["norm.weight"], resumed["norm.weight"])
+    assert main(["validate", str(run_dir / "export"), "--target", target_of(run_dir)]) == 0
 
 
 @pytest.mark.parametrize("kind", ["llama", "moe", "hybrid"])
@@ -92,7 +97,7 @@ def test_a_tiny_target_trains_resumes_evaluates_and_exports(
     run_dir = make_run(
         target={"path": str(target)},
         data={"max_length": 96, "token_budget": 192},
-        draft={"target_layer_ids": [0, 3], "mask_token_id": MASK_BYTE_ID},  # 3 is the last layer
+        draft={"target_layer_ids": [0, 2], "mask_token_id": MASK_BYTE_ID},
         optim={"max_steps": 8},
     )
     goes_the_whole_road(run_dir, tiny_chats, (4, 8))

@@ -79,6 +79,7 @@ def gather_facts(
         "revision": config.target.revision,
         "data": config.data.path,
         "max_length": config.data.max_length,
+        "prompts": {} if config.evaluation.every_steps is None else config.evaluation.prompts,
         "log_dir": container.log_dir,
         # Not all of env: it may hold tokens, and arguments are seen in the process list.
         "env": {name: container.env[name] for name in _CACHE_NAMES if name in container.env},

@@ -1,9 +1,9 @@
 """Learns what a launch pins and what stands against it, without changing anything.
 
 argv[1]: {"workspace", "tag", "release", "files": {path: sha256}, "python", "requirements_digest",
-"packages", "optional_packages", "target", "revision", "data", "max_length", "log_dir", "env"}.
-Prints one JSON object; a fact that could not be learnt is an entry of ``problems`` ([code, text,
-hint]).
+"packages", "optional_packages", "target", "revision", "data", "max_length", "prompts", "log_dir",
+"env"}. Prints one JSON object; a fact that could not be learnt is an entry of ``problems`` ([code,
+text, hint]).
 """
 
 import fcntl
@@ -188,6 +188,13 @@ class Facts:
             self.problem("data-max-length", text, f"--set data.max_length={prepared}")
         self.answer["dataset_sha256"] = document["sha256"]
 
+    def prompts(self) -> None:
+        """Look for the held-out prompts that the run is to decode."""
+        for name, file in self.arguments.get("prompts", {}).items():
+            if not Path(file).is_file():
+                text = f"evaluation.prompts.{name} {file} is not in the container"
+                self.problem("prompts-missing", text, f"dflashctl push FILE {Path(file).parent}")
+
     def run(self) -> None:
         """Look for an earlier run of the tag, in whatever state."""
         directory = self.workspace / "runs" / self.arguments["tag"]
@@ -267,7 +274,8 @@ def locked(path: Path) -> bool:
 def main(arguments: dict[str, Any]) -> dict[str, Any]:
     """Collect everything; one question that fails does not hide the answers of the others."""
     facts = Facts(arguments)
-    for ask in (facts.release, facts.python, facts.target, facts.dataset, facts.run, facts.gpus):
+    looks = (facts.release, facts.python, facts.target, facts.dataset, facts.prompts)
+    for ask in (*looks, facts.run, facts.gpus):
         try:
             ask()
         except (OSError, ValueError, subprocess.SubprocessError) as error:

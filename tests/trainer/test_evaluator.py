@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from trainer import assembly, checkpoint
 from trainer.__main__ import main
-from trainer.compile_gate import CompileGate
+from trainer.compile_gate import CompileGate, GateSettings
 from trainer.contract.events import EventDecoder
 from trainer.contract.exit_record import TrainerExit
 from trainer.data.dataset import load_tokenizer
@@ -232,6 +232,27 @@ def test_stop_ends_an_evaluation_at_the_next_prompt(make_run: MakeRun, heldout: 
 
     assert HeldOut(sets, target, gate, config.evaluation).measure(draft, keep_going) is None
     assert said == ["decodes prompt 1/3 of heldout", "decodes prompt 2/3 of heldout"]
+
+
+def test_evaluation_shares_a_sealed_gate_with_the_steps(make_run: MakeRun, heldout: Path) -> None:
+    run_dir = make_run(evaluation=QUICK | {"prompts": str(heldout)})
+    _, config = assembly.read_manifest(run_dir)
+    target = assembly.load_targets(config, [torch.device("cpu")])["cpu"]
+    sets = load_prompt_sets(config, load_tokenizer(config.target.path))
+    draft = assembly.DraftModel(assembly.draft_config(config, target))
+    gate = CompileGate(GateSettings(backend="eager"))
+    try:
+        with gate.step(("target", "cpu")):  # what the warm-up has run
+            pass
+        gate.seal()
+        measured = HeldOut(sets, target, gate, config.evaluation).measure(draft, lambda _what: True)
+    finally:
+        gate.close()
+    assert measured is not None
+    assert measured["num_prompts"] == 3
+    # One prompt at a time on the shared side; nothing was compiled and nobody had to stand still.
+    assert (gate.stats.num_shared, gate.stats.num_exclusive) == (3, 1)
+    assert (gate.stats.num_graphs, gate.stats.num_unexpected) == (0, 0)
 
 
 def test_prompts_that_are_not_there_stop_the_run_before_the_target_is_loaded(

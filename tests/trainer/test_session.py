@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import resource
+import shutil
 import signal
 import threading
 import time
@@ -15,7 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from trainer import checkpoint
+from trainer import assembly, checkpoint
+from trainer.contract.config import TrainConfig
 from trainer.contract.errors import ConfigError, ManifestError
 from trainer.contract.events import STEP_KEYS, EventDecoder
 from trainer.contract.exit_record import TrainerExit
@@ -80,9 +82,21 @@ def test_packed_run_trains(make_run: MakeRun) -> None:
     assert _train(run_dir) is TrainerExit.FINISHED
 
 
-def test_bf16_run_with_muon_trains(make_run: MakeRun) -> None:
+def test_bf16_run_with_muon_trains_and_shows_the_rate_of_each_group(
+    make_run: MakeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_dir = make_run(draft={"dtype": "bfloat16"}, optim={"name": "muon", "lr": 0.005})
     assert _train(run_dir) is TrainerExit.FINISHED
+    log = capsys.readouterr().out.splitlines()
+    groups = [line for line in log if line.startswith(("Muon: ", "AdamW: "))]
+    # One layer: seven matrices. AdamW has fc at a tenth of the rate, and six norms.
+    assert [group.split(",")[0] for group in groups] == [
+        "Muon: 7 tensors",
+        "AdamW: 1 tensors",
+        "AdamW: 6 tensors",
+    ]
+    assert ["lr 0.005," in groups[0], "lr 0.0005," in groups[1]] == [True, True]
+    assert "schedule: 0 steps of warm-up, cosine to 0; step 0 of 12 takes 1.0000" in log
     assert load_export(run_dir / "export").fc.weight.dtype == torch.bfloat16
     assert _masters(run_dir, 12)["fc.weight"].dtype == torch.float32
 
@@ -226,6 +240,9 @@ def test_started_run_with_checkpoints_is_not_started_over(make_run: MakeRun) -> 
         ("draft", {"mask_token_id": 44}, "mask_token_id was 43, now 44"),
         ("draft", {"target_layer_ids": [1, 2]}, r"target_layer_ids was \[1, 3\], now \[1, 2\]"),
         ("draft", {"block_size": 3}, "block_size was 4, now 3"),
+        ("draft", {"causal": True}, "draft.causal was False, now True"),
+        ("loss", {"position_decay": 4.0}, r"loss.position_decay was 3\.0, now 4\.0"),
+        ("optim", {"grad_accumulation": 2}, "batches_per_step was 1, now 2"),
     ],
 )
 def test_resume_refuses_a_changed_draft(
@@ -236,6 +253,26 @@ def test_resume_refuses_a_changed_draft(
     _rewrite(run_dir, lambda m: m["config"][section].update(values))
     with pytest.raises(CheckpointError, match=told):
         _train(run_dir, resume=True)
+
+
+def test_resumed_run_may_change_what_neither_weights_nor_data_nor_schedule_depend_on() -> None:
+    config = TrainConfig.from_dict(
+        {"target": {"path": "t"}, "data": {"path": "d"}, "draft": {"mask_token_id": 1}}
+    )
+    free = {
+        f"{section}.{key}"
+        for section, values in config.to_dict().items()
+        if isinstance(values, dict) and section not in ("run", "compile", "evaluation")
+        for key in values
+        if assembly.may_change(f"{section}.{key}")
+    }
+    assert free == {
+        *("target.path", "target.cache_bytes", "data.path", "loss.chunk_rows"),
+        *("optim.lr", "optim.adamw_lr", "optim.min_lr_frac"),
+        *("optim.weight_decay", "optim.clip_norm", "optim.ema_decay"),
+    }
+    facts = ("target_revision", "dataset_sha256", "seed", "batches_per_step", "num_steps")
+    assert not any(assembly.may_change(fact) for fact in facts)
 
 
 def test_changed_data_file_is_refused(make_run: MakeRun, tmp_path: Path) -> None:
@@ -268,13 +305,18 @@ def test_resume_refuses_other_data_even_when_the_manifest_says_it(
         _train(run_dir, resume=True)
 
 
-def test_changed_rate_is_told_and_taken(make_run: MakeRun) -> None:
+def test_changed_rate_is_told_with_both_values_and_taken(make_run: MakeRun) -> None:
     run_dir = make_run()
     _train(run_dir)
-    _rewrite(run_dir, lambda m: m["config"]["run"].update(log_every_steps=2))
+    shutil.rmtree(run_dir / "checkpoints" / "step_00000012")
+    _rewrite(run_dir, lambda m: m["config"]["optim"].update(lr=0.006))
     assert _train(run_dir, resume=True) is TrainerExit.FINISHED
     warnings = [event["text"] for event in _events(run_dir, "warning")]
-    assert warnings == ["changed since the checkpoint: run.log_every_steps was 1, now 2"]
+    assert warnings == ["changed since the checkpoint: optim.lr was 0.003, now 0.006"]
+    rates = [(event["step"], event["lr"]) for event in _events(run_dir, "step")][8:]
+    before, after = rates[:4], rates[4:]
+    # The schedule stays where it was: each later step at twice the rate it had.
+    assert after == [(step, pytest.approx(2 * lr)) for step, lr in before]
 
 
 def _unseal(directory: Path) -> None:

@@ -46,6 +46,21 @@ CUDA: dict[str, Any] = {
 PACKED: dict[str, Any] = {"data": {"packing": True, "token_budget": 256, "max_anchors": 32}}
 
 
+def test_evaluation_in_training_compiles_nothing_and_stops_no_thread(
+    make_run: MakeRun, tiny_chats: Path
+) -> None:
+    evaluation = {"every_steps": 4, "prompts": str(tiny_chats), "num_prompts": 3}
+    sections: dict[str, Any] = {"evaluation": evaluation, "optim": {"ema_decay": 0.9}}
+    run_dir = _on_gpus(make_run(drafters=2, targets=2, **CUDA, **PACKED, **sections))
+    session = Session(run_dir, resume=False)
+    assert session.train() is TrainerExit.FINISHED
+    assert [event["step"] for event in _events(run_dir, "eval")] == [4, 8, 12]
+    assert all(event["ema"]["acceptance_length"] >= 1 for event in _events(run_dir, "eval"))
+    assert {event["thread"] for event in _events(run_dir, "compile")} == {"MainThread"}
+    first, second = (replica.draft.state_dict() for replica in session.replicas)
+    assert all(torch.equal(first[name].cpu(), second[name].cpu()) for name in first)
+
+
 def test_packed_run_compiles_in_its_warm_up_alone(make_run: MakeRun) -> None:
     run_dir = _on_gpus(make_run(drafters=2, **CUDA, **PACKED))
     assert Session(run_dir, resume=False).train() is TrainerExit.FINISHED

@@ -130,8 +130,11 @@ def test_what_stands_against_a_launch_is_told_with_the_next_command(project: Pro
     assert project.run("deploy").returncode == 0
     for name in ("target/model.safetensors", "chats.jsonl"):
         (Path(project.workspace) / name).unlink()
-    refused = project.run("launch", "--tag", "x")
+    evaluation = ("evaluation.every_steps=5", "evaluation.prompts=/nowhere/heldout.jsonl")
+    settings = [word for one in evaluation for word in ("--set", one)]
+    refused = project.run("launch", "--tag", "x", *settings)
     assert refused.returncode == 3
+    assert "evaluation.prompts.heldout /nowhere/heldout.jsonl is not in the" in refused.stderr
     assert "target: model.safetensors is missing" in refused.stderr
     assert "chats.jsonl is not in the container" in refused.stderr
     assert "dflashctl push" in refused.stderr

@@ -148,6 +148,35 @@ CASES = [
 ]
 
 
+def plain_loss(
+    draft: DraftModel, head: FrozenHead, batch: Batch, taps: Tensor, config: TrainConfig
+) -> tuple[Tensor, Tensor, int]:
+    """Loss sum, weight sum and number of recalled tokens, slot by slot in autograd."""
+    targets = block_targets(batch, 5, 39, config.position_decay)
+    hidden = block_hidden(draft, head.embedding, batch, targets, taps)[0]
+    logits, truth, weights = hidden @ head.lm_head.T, targets.labels[0], targets.weights[0]
+    trained = weights > 0
+    entropy = F.cross_entropy(logits.flatten(0, 1), truth.flatten(), reduction="none").view(4, 5)
+    if config.loss.name == "dpace":
+        weights = torch.zeros(4, 5)
+        weights[:, 1:] = dpace_weights(entropy[:, 1:].detach(), trained[:, 1:], 0.5)
+    loss, num_recalled = (entropy * weights).sum(), 0
+    a, b, p = (
+        draft.get_parameter(f"candidate_selector.{name}")
+        for name in ("predecessor_codebook", "successor_codebook", "hidden_projection.weight")
+    )
+    for block, slot in trained.nonzero().tolist():
+        candidates = logits[block, slot].topk(4).indices.tolist()
+        label = int(truth[block, slot])
+        if label in candidates:
+            gate = a[truth[block, slot - 1]] * (p @ hidden[block, slot])
+            scores = torch.stack([logits[block, slot, c] + gate @ b[c] for c in candidates])
+            chosen = -scores.log_softmax(0)[candidates.index(label)]
+            loss = loss + config.loss.selector_weight * weights[block, slot] * chosen
+            num_recalled += 1
+    return loss, weights.sum(), num_recalled
+
+
 @pytest.mark.parametrize("loss", CASES, ids=str)
 def test_loss_and_gradients_are_those_of_plain_autograd(
     draft_config: MakeConfig,
@@ -160,38 +189,13 @@ def test_loss_and_gradients_are_those_of_plain_autograd(
     draft, config = stirred(draft_config(**DFLASH2, block_size=5)), train_config(loss=loss)
     taps, parameters = torch.randn(1, 18, 64), list(draft.parameters())
     sums = draft_loss(draft, head, two_documents, taps, config)
-    found = torch.autograd.grad(sums.loss_sum, parameters)
-
-    targets = block_targets(two_documents, 5, 39, config.position_decay)
-    hidden = block_hidden(draft, head.embedding, two_documents, targets, taps)[0]
-    logits, truth, trained = hidden @ head.lm_head.T, targets.labels[0], targets.weights[0] > 0
-    entropy = F.cross_entropy(logits.flatten(0, 1), truth.flatten(), reduction="none").view(4, 5)
-    weights = targets.weights[0]
-    if config.loss.name == "dpace":
-        weights = torch.zeros(4, 5)
-        weights[:, 1:] = dpace_weights(entropy[:, 1:].detach(), trained[:, 1:], 0.5)
-    wanted, num_recalled = (entropy * weights).sum(), 0
-    tensors = dict(draft.named_parameters(prefix=""))
-    a, b, p = (
-        tensors[f"candidate_selector.{name}"]
-        for name in ("predecessor_codebook", "successor_codebook", "hidden_projection.weight")
-    )
-    for block, slot in trained.nonzero().tolist():
-        candidates = logits[block, slot].topk(4).indices.tolist()
-        label = int(truth[block, slot])
-        if label in candidates:
-            gate = a[truth[block, slot - 1]] * (p @ hidden[block, slot])
-            scores = torch.stack([logits[block, slot, c] + gate @ b[c] for c in candidates])
-            chosen = -scores.log_softmax(0)[candidates.index(label)]
-            wanted = wanted + config.loss.selector_weight * weights[block, slot] * chosen
-            num_recalled += 1
-    of_wanted = torch.autograd.grad(wanted, parameters)
-
+    wanted, weight_sum, num_recalled = plain_loss(draft, head, two_documents, taps, config)
     torch.testing.assert_close(sums.loss_sum, wanted)
-    torch.testing.assert_close(sums.weight_sum, weights.sum())
+    torch.testing.assert_close(sums.weight_sum, weight_sum)
     assert 0 < num_recalled < 10  # else the case shows nothing
     assert sums.figures["candidate_recall_frac"].tolist() == [num_recalled, 10]
-    for one, other in zip(found, of_wanted, strict=True):
+    found = torch.autograd.grad(sums.loss_sum, parameters)
+    for one, other in zip(found, torch.autograd.grad(wanted, parameters), strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
 

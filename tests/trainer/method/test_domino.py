@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
 
 from trainer.contract.config import LossConfig, TrainConfig
 from trainer.data.packing import Batch
@@ -99,6 +100,33 @@ CASES = [
 ]
 
 
+def plain_loss(
+    draft: DraftModel, head: FrozenHead, batch: Batch, taps: Tensor, config: TrainConfig
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss sums of the corrected and the base logits, and the weight sum, with torch's GRU."""
+    targets = block_targets(batch, 5, 39, config.position_decay)
+    hidden = block_hidden(draft, head.embedding, batch, targets, taps)[0]
+    tensors, truth = dict(draft.named_parameters()), targets.labels[0]
+    own = {n.removeprefix("prefix_gru."): t for n, t in tensors.items() if n.startswith("prefix_")}
+    gru = torch.nn.GRU(32, 10, bias=False, batch_first=True)
+    states = torch.func.functional_call(gru, own, (head.embedding[truth],))[0]
+    base = hidden @ head.lm_head.T
+    features = torch.cat((hidden[:, 2:], states[:, 1:-1]), -1)  # the state before the slot's token
+    code = F.silu(features @ tensors["embed_proj.0.weight"].T)
+    final = base.clone()
+    final[:, 2:] += code @ tensors["embed_proj.2.weight"].T
+    corrected, uncorrected = (
+        F.cross_entropy(logits.flatten(0, 1), truth.flatten(), reduction="none").view(4, 5)
+        for logits in (final, base)
+    )
+    weights = targets.weights[0]
+    if config.loss.name == "dpace":
+        weights = torch.zeros(4, 5)
+        trained = targets.weights[0, :, 1:] > 0
+        weights[:, 1:] = dpace_weights(corrected[:, 1:].detach(), trained, 0.5)
+    return (corrected * weights).sum(), (uncorrected * weights).sum(), weights.sum()
+
+
 @pytest.mark.parametrize(("loss", "progress"), CASES, ids=str)
 def test_loss_and_gradients_are_those_of_plain_autograd(
     draft_config: MakeConfig,
@@ -116,38 +144,13 @@ def test_loss_and_gradients_are_those_of_plain_autograd(
     taps, parameters = torch.randn(1, 18, 64), list(draft.parameters())
     config = train_config(loss=loss)
     sums = draft_loss(draft, head, two_documents, taps, config, progress)
-    found = torch.autograd.grad(sums.loss_sum, parameters)
-
-    targets = block_targets(two_documents, 5, 39, config.position_decay)
-    hidden = block_hidden(draft, head.embedding, two_documents, targets, taps)[0]
-    tensors, truth = dict(draft.named_parameters()), targets.labels[0]
-    gru = torch.nn.GRU(32, 10, bias=False, batch_first=True)
-    states = torch.func.functional_call(
-        gru,
-        {n.removeprefix("prefix_gru."): t for n, t in tensors.items() if n.startswith("prefix_")},
-        (head.embedding[truth],),
-    )[0]
-    base = hidden @ head.lm_head.T
-    features = torch.cat((hidden[:, 2:], states[:, 1:-1]), -1)  # the state before the slot's token
-    code = F.silu(features @ tensors["embed_proj.0.weight"].T)
-    final = base.clone()
-    final[:, 2:] += code @ tensors["embed_proj.2.weight"].T
-    entropies = [
-        F.cross_entropy(logits.flatten(0, 1), truth.flatten(), reduction="none").view(4, 5)
-        for logits in (final, base)
-    ]
-    weights = targets.weights[0]
-    if config.loss.name == "dpace":
-        weights = torch.zeros(4, 5)
-        trained = targets.weights[0, :, 1:] > 0
-        weights[:, 1:] = dpace_weights(entropies[0][:, 1:].detach(), trained, 0.5)
+    corrected, base, weight_sum = plain_loss(draft, head, two_documents, taps, config)
     share = max(0.0, 1 - progress / 0.5)
-    wanted = ((1 - share) * entropies[0] * weights + share * entropies[1] * weights).sum()
-    of_wanted = torch.autograd.grad(wanted, parameters)
-
+    wanted = (1 - share) * corrected + share * base
     torch.testing.assert_close(sums.loss_sum, wanted)
-    torch.testing.assert_close(sums.weight_sum, weights.sum())
-    for one, other in zip(found, of_wanted, strict=True):
+    torch.testing.assert_close(sums.weight_sum, weight_sum)
+    found = torch.autograd.grad(sums.loss_sum, parameters)
+    for one, other in zip(found, torch.autograd.grad(wanted, parameters), strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
 

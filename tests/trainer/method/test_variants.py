@@ -175,6 +175,38 @@ def test_blocks_drafted_together_are_those_drafted_alone(draft_config: MakeConfi
         assert torch.equal(together[i : i + 1], alone)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("variant", NAMES)
+@pytest.mark.parametrize("name", ["decay", "dpace"])
+def test_loss_and_gradients_on_a_gpu_are_those_of_the_cpu(
+    draft_config: MakeConfig,
+    train_config: MakeTrainConfig,
+    two_documents: Batch,
+    variant: str,
+    name: str,
+):
+    """On a GPU every slot goes through the head, on a CPU those that are trained."""
+    torch.manual_seed(0)
+    config = train_config(loss={"name": name, "chunk_rows": 6})
+    embedding, lm_head, taps = (
+        torch.randn(40, 32),
+        torch.randn(40, 32) * 0.3,
+        torch.randn(1, 18, 64),
+    )
+    results = []
+    for device in ("cpu", "cuda"):
+        draft = stirred(draft_config(variant=variant, block_size=5, **SMALL)).to(device)
+        head = FrozenHead(embedding.to(device), lm_head.to(device))
+        batch = two_documents.to(torch.device(device))
+        sums = draft_loss(draft, head, batch, taps.to(device), config, 0.2)
+        grads = torch.autograd.grad(sums.loss_sum, list(draft.parameters()))
+        parts = (sums.loss_sum, sums.weight_sum, sums.hits, *sums.figures.values(), *grads)
+        results.append([part.detach().cpu() for part in parts])
+    for on_cpu, on_gpu in zip(*results, strict=True):
+        torch.testing.assert_close(on_gpu, on_cpu, atol=1e-4, rtol=1e-4)
+
+
 @dataclass(frozen=True)
 class World:
     """The tiny target and six of its greedy answers."""

@@ -5,7 +5,7 @@ A backend makes the masks of a batch and applies them; both see the same rule of
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
@@ -13,6 +13,9 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from trainer.compile_gate import CompileGate
 from trainer.model.masks import BlockLayout, MaskRule, block_mask, dense_mask
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 Mask = Tensor | BlockMask
 
@@ -26,6 +29,10 @@ class Attention(Protocol):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None) -> Tensor:
         """Attend with grouped heads. Shapes: [R, H, Q, d], [R, K, T, d] twice -> [R, H, Q, d]."""
+        ...
+
+    def compiled(self, fn: Callable[P, R]) -> Callable[P, R]:
+        """Return ``fn``, the draft's work around attention, compiled where attention is."""
         ...
 
 
@@ -47,6 +54,10 @@ class SdpaAttention:
         repeated = None if mask is None else mask.repeat(1, 1, groups, 1)
         out = F.scaled_dot_product_attention(folded, key, value, attn_mask=repeated)
         return out.reshape(query.shape)  # some kernels return another memory order
+
+    def compiled(self, fn: Callable[P, R]) -> Callable[P, R]:
+        """Return ``fn`` as it is."""
+        return fn
 
 
 class FlexAttention:
@@ -70,3 +81,7 @@ class FlexAttention:
         """Attend through flex_attention; a mask of None shows every key."""
         out: Tensor = self._flex(query, key, value, block_mask=mask, enable_gqa=True)
         return out
+
+    def compiled(self, fn: Callable[P, R]) -> Callable[P, R]:
+        """Return ``fn`` compiled by the gate."""
+        return fn if self._gate is None else self._gate.wrap(fn)

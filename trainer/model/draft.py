@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from trainer.errors import TargetError
 from trainer.model.attention import Attention, Mask, SdpaAttention
 from trainer.model.draft_config import DraftConfig
+from trainer.model.head import compiled_kernels
 from trainer.model.layers import DraftLayer, RmsNorm, Rotary
 from trainer.model.masks import MaskRule
 from trainer.model.target import FrozenHead
@@ -68,6 +69,12 @@ class DraftModel(nn.Module):
             self.register_buffer("tap_scale", torch.ones(config.num_taps))
         self._initialise(seed)
         self.to(getattr(torch, config.dtype))
+        # Attention itself stays outside: its kernel is a graph of its own.
+        self._fuse = self.attention.compiled(_fuse)
+        self._before_attention = self.attention.compiled(_before_attention)
+        self._after_attention = self.attention.compiled(_after_attention)
+        self._normed = self.attention.compiled(_normed)
+        self.head_kernels = compiled_kernels(self.attention.compiled)
 
     def _initialise(self, seed: int) -> None:
         generator = torch.Generator(device=self.fc.weight.device).manual_seed(seed)
@@ -91,9 +98,7 @@ class DraftModel(nn.Module):
 
     def fuse(self, target_hidden: Tensor) -> Tensor:
         """Fuse the taps into the context every layer sees. Shapes: [R, S, n * D] -> [R, S, D]."""
-        weight = self.fc_weight()
-        fused: Tensor = self.hidden_norm(F.linear(target_hidden.to(weight.dtype), weight))
-        return fused
+        return _fuse(self.hidden_norm, target_hidden, self.fc_weight())
 
     def forward(
         self,
@@ -109,17 +114,16 @@ class DraftModel(nn.Module):
         [R, S], block_positions [R, N * B], masks one a layer type -> [R, N * B, D].
         """
         x = block_embeddings.to(self.fc.weight.dtype)
-        context = self.fuse(target_hidden)
+        context = self._fuse(self.hidden_norm, target_hidden, self.fc_weight())
         everywhere = torch.cat((context_positions, block_positions), 1)
         rotary = Rotary.at(everywhere, self.config, x.dtype)
-        at_block = rotary.last(x.shape[1])
         for layer, kind in zip(self._layers(), self.config.layer_types, strict=True):
-            normed, kept = layer.enter(x)
-            query = layer.self_attn.queries(normed, at_block)
-            key, value = layer.self_attn.keys_values(torch.cat((context, normed), 1), rotary)
-            x = layer.finish(x, self.attention.attend(query, key, value, masks[kind]), kept)
-        out: Tensor = self.norm(x)
-        return out
+            query, key, value, kept = self._before_attention(
+                layer, x, context, rotary.cos, rotary.sin
+            )
+            attended = self.attention.attend(query, key, value, masks[kind])
+            x = self._after_attention(layer, x, attended, kept)
+        return self._normed(self.norm, x)
 
     def new_cache(self) -> DraftCache:
         """Return an empty cache for one sequence."""
@@ -182,6 +186,38 @@ class DraftModel(nn.Module):
 
     def _layers(self) -> Sequence[DraftLayer]:
         return list(self.layers)  # type: ignore[arg-type]
+
+
+def _fuse(hidden_norm: RmsNorm, target_hidden: Tensor, fc_weight: Tensor) -> Tensor:
+    fused: Tensor = hidden_norm(F.linear(target_hidden.to(fc_weight.dtype), fc_weight))
+    return fused
+
+
+def _before_attention(
+    layer: DraftLayer, x: Tensor, context: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return query, key and value of a layer, and what its ``finish`` wants back.
+
+    Shapes: x [R, Q, D], context [R, S, D], cos and sin of the context's positions and the
+    block's -> [R, heads, Q, d], [R, kv heads, S + Q, d] twice.
+    """
+    rotary = Rotary(cos, sin)
+    normed, kept = layer.enter(x)
+    query = layer.self_attn.queries(normed, rotary.last(x.shape[1]))
+    # Joined after the projections, which are narrower than what they project.
+    of_context = layer.self_attn.keys_values(context, rotary.first(context.shape[1]))
+    of_block = layer.self_attn.keys_values(normed, rotary.last(x.shape[1]))
+    key, value = (torch.cat(parts, 2) for parts in zip(of_context, of_block, strict=True))
+    return query, key, value, kept
+
+
+def _after_attention(layer: DraftLayer, x: Tensor, attended: Tensor, kept: Tensor | None) -> Tensor:
+    return layer.finish(x, attended, kept)
+
+
+def _normed(norm: RmsNorm, x: Tensor) -> Tensor:
+    out: Tensor = norm(x)
+    return out
 
 
 def _decoding_mask(rule: MaskRule, size: int, anchor: int, device: torch.device) -> Tensor | None:

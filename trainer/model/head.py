@@ -17,24 +17,39 @@ Weigh = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
+class Kernels:
+    """The work on a chunk's logits in two passes, compiled where the draft is.
+
+    score: (logits, labels) -> entropy, log of the sum, best row. slope: (logits, log of the sum,
+    labels, weights) -> gradient of the logits in their dtype.
+    """
+
+    score: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+    slope: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
 class HeadPass:
     """How rows go through the head.
 
     chunk_rows: rows of logits that exist at one time. weigh: makes the weights of a chunk from its
     cross-entropies; None takes them as given. block_rows: rows of a block, which a chunk never
     parts when ``weigh`` is given. top_k: how many of the best logits of a row are wanted as well.
+    kernels: None works on the logits in place, which is quicker where nothing is compiled.
     """
 
     chunk_rows: int
     weigh: Weigh | None = None
     block_rows: int = 1
     top_k: int = 0
+    kernels: Kernels | None = None
 
     def chunks(self, num_rows: int) -> list[slice]:
         """Return the rows of each chunk."""
-        step = self.chunk_rows
-        if self.weigh is not None:
-            step = max(1, step // self.block_rows) * self.block_rows
+        unit = 1 if self.weigh is None else self.block_rows
+        most, units = max(1, self.chunk_rows // unit), -(-num_rows // unit)
+        num_chunks = max(1, -(-units // most))
+        step = max(1, -(-units // num_chunks)) * unit  # equal ones: one shape, one graph
         return [slice(start, start + step) for start in range(0, num_rows, step)]
 
     def weights(self, entropy: Tensor, given: Tensor) -> Tensor:
@@ -68,6 +83,27 @@ def head_loss(
     return HeadResult(*apply(x, head, labels, weights, how))
 
 
+def score(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return cross-entropies, logs of the sums, and best rows. Shapes: [m, V], [m] -> [m] each."""
+    total = torch.logsumexp(logits.float(), -1)
+    entropy = total - logits.gather(1, labels[:, None]).squeeze(1).float()
+    return entropy, total, logits.argmax(-1)
+
+
+def slope(logits: Tensor, total: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    """Return the gradient of the weighted entropies. Shapes: [m, V], [m] each -> [m, V]."""
+    at = torch.arange(logits.shape[1], device=logits.device)
+    right = (at == labels[:, None]).float()
+    made = (torch.exp(logits.float() - total[:, None]) - right) * weights[:, None]
+    return made.to(logits.dtype)
+
+
+def compiled_kernels(compiled: Callable[..., Any]) -> Kernels | None:
+    """Return the kernels as ``compiled`` makes them; None when it hands back what it is given."""
+    scoring = compiled(score)
+    return None if scoring is score else Kernels(scoring, compiled(slope))
+
+
 def entropy_and_slope(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return the cross-entropies and their gradients. Shapes: [m, V], [m] -> [m], [m, V] fp32."""
     slope = F.log_softmax(logits, -1, dtype=torch.float32)
@@ -95,12 +131,18 @@ class _HeadLoss(torch.autograd.Function):
             logits = x[part] @ head.t()
             if how.top_k:
                 top[part], top_rows[part] = logits.topk(how.top_k, -1)
-            hit[part] = logits.argmax(-1) == labels[part]
-            entropy, slope = entropy_and_slope(logits, labels[part])
-            used[part] = how.weights(entropy, weights[part])
+            if how.kernels is None:
+                hit[part] = logits.argmax(-1) == labels[part]
+                entropy, steep = entropy_and_slope(logits, labels[part])
+                used[part] = how.weights(entropy, weights[part])
+                steep = steep.mul_(used[part, None]).to(x.dtype)
+            else:
+                entropy, sums, best = how.kernels.score(logits, labels[part])
+                hit[part] = best == labels[part]
+                used[part] = how.weights(entropy, weights[part])
+                steep = how.kernels.slope(logits, sums, labels[part], used[part])
             total += (entropy * used[part]).sum()
-            slope.mul_(used[part, None])
-            torch.mm(slope.to(x.dtype), head, out=grad[part])
+            torch.mm(steep, head, out=grad[part])
         ctx.save_for_backward(grad, head, top_rows)
         ctx.mark_non_differentiable(hit, used, top_rows)
         return total, hit, used, top, top_rows

@@ -42,6 +42,10 @@ class Rotary:
         angle = torch.cat((angle, angle), -1)
         return cls(angle.cos().to(dtype), angle.sin().to(dtype))
 
+    def first(self, count: int) -> "Rotary":
+        """Return the part of the first ``count`` positions."""
+        return Rotary(self.cos[:, :, :count], self.sin[:, :, :count])
+
     def last(self, count: int) -> "Rotary":
         """Return the part of the last ``count`` positions."""
         return Rotary(self.cos[:, :, -count:], self.sin[:, :, -count:])

@@ -198,6 +198,7 @@ def run_case(name: str, options: argparse.Namespace) -> dict[str, Any]:
         optimizer = DraftOptimizer(
             draft, OptimConfig(lr=1e-5), Schedule.from_config(OptimConfig(), 1000)
         )
+        optimizer.take_gradients_directly()  # as a run of one drafter does
         replica = Replica(0, draft, head, optimizer, torch.device(device))
         hidden = torch.randn(
             case.rows, case.length, _NUM_TAPS * case.shapes.hidden, dtype=torch.bfloat16

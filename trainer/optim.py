@@ -91,28 +91,45 @@ class DraftOptimizer:
         self._params = [p for p in model.parameters() if p.requires_grad]
         device = self._params[0].device
         total = sum(p.numel() for p in self._params)
+        self._fused = device.type == "cuda" and config.name == "adamw"
+        self._direct = False
         self.flat_grad = torch.zeros(total, dtype=torch.float32, device=device)
         self._flat = torch.empty(total, dtype=torch.float32, device=device)
-        self._grads = list(self._views(self.flat_grad))
         self._masters = [nn.Parameter(view) for view in self._views(self._flat)]
         self._write_back: list[tuple[Tensor, Tensor]] = []
-        for param, master, grad in zip(self._params, self._masters, self._grads, strict=True):
+        for param, master in zip(self._params, self._masters, strict=True):
             master.data.copy_(param.data)
-            master.grad = grad
             if param.dtype == torch.float32:
                 param.data = master.data
             else:
                 self._write_back.append((param.data, master.data))
+        self._sums = list(self._views(self.flat_grad))
+        for master, grad in zip(self._masters, self._sums, strict=True):
+            master.grad = grad
         self._average: WeightAverage | None = None
         if keep_average and config.ema_decay is not None:
             self._average = WeightAverage(self._flat, config.ema_decay)
         self._optimizers = self._build()
         self._base_lrs = [[g["lr"] for g in o.param_groups] for o in self._optimizers]
 
+    def take_gradients_directly(self) -> None:
+        """Step with the gradients where backward leaves them, instead of their fp32 sum.
+
+        For steps of one micro-batch of one replica: AdamW on a GPU then reads them once, and
+        ``flat_grad`` is empty. Elsewhere nothing changes.
+        """
+        if self._fused:
+            self._direct = True
+            self.flat_grad, self._sums = self.flat_grad.new_empty(0), []
+            for master in self._masters:
+                master.grad = None
+
     @torch.no_grad()
     def accumulate(self) -> None:
         """Add the parameters' gradients to the flat fp32 sum and clear them."""
-        for param, grad in zip(self._params, self._grads, strict=True):
+        if self._direct:
+            return
+        for param, grad in zip(self._params, self._sums, strict=True):
             if param.grad is not None:
                 grad.add_(param.grad)
                 param.grad = None
@@ -135,24 +152,65 @@ class DraftOptimizer:
         if weight_sum == 0:
             self.clear()
             return Applied(0.0, lr)
-        self.flat_grad /= weight_sum
-        norm = float(torch.linalg.vector_norm(self.flat_grad))
+        if not self._fused:
+            self.flat_grad /= weight_sum
+        norm = self._norm(2.0) / (weight_sum if self._fused else 1.0)
         if not (math.isfinite(norm) and math.isfinite(loss_sum)):
             raise NonFiniteError(
                 f"step {step + 1}: loss sum {loss_sum}, gradient norm {norm} ({self.blame()});"
                 " the weights were not changed"
             )
-        self.flat_grad *= min(1.0, self._config.clip_norm / (norm + 1e-6))
+        clip = min(1.0, self._config.clip_norm / (norm + 1e-6))
         for optimizer, lrs in zip(self._optimizers, self._base_lrs, strict=True):
             for group, base in zip(optimizer.param_groups, lrs, strict=True):
                 group["lr"] = base * factor
-            optimizer.step()
-        for target, source in self._write_back:
-            target.copy_(source)
+        if self._fused:
+            self._step_fused(clip / weight_sum)
+        else:
+            self.flat_grad *= clip
+            for optimizer in self._optimizers:
+                optimizer.step()
+            for target, source in self._write_back:
+                target.copy_(source)
         if self._average is not None:
             self._average.follow(self._flat, step)
         self.clear()
         return Applied(norm, lr)
+
+    def _step_fused(self, grad_scale: float) -> None:
+        """Step every parameter in one pass; torch's AdamW only holds the state."""
+        from trainer.fused_adamw import Moments, Rates, adamw_step  # noqa: PLC0415 - needs Triton
+
+        (adamw,) = self._optimizers
+        for master in self._masters:
+            if not adamw.state[master]:
+                zero = torch.zeros((), dtype=torch.float32, device=master.device)
+                first, second = torch.zeros_like(master), torch.zeros_like(master)
+                adamw.state[master] = dict(zip(_STATE_KEYS, (zero, first, second), strict=False))
+        torch._foreach_add_([adamw.state[master]["step"] for master in self._masters], 1.0)
+        at = {id(m): place for place, m in enumerate(self._masters)}
+        grads = self._gradients()
+        for group in adamw.param_groups:
+            numbers = (group["lr"], group["betas"], group["eps"], group["weight_decay"])
+            rates = Rates(*numbers, grad_scale)
+            for master in group["params"]:
+                place, held = at[id(master)], adamw.state[master]
+                moments = Moments(held["step"], held["exp_avg"], held["exp_avg_sq"])
+                weight = self._params[place].data
+                adamw_step(grads[place], master.data, moments, weight, rates)
+
+    def _gradients(self) -> list[Tensor]:
+        """Return the gradients summed so far, in the order of the parameters."""
+        if not self._direct:
+            return self._sums
+        return [torch.zeros_like(p) if p.grad is None else p.grad for p in self._params]
+
+    def _norm(self, order: float) -> float:
+        """Return the norm of all gradients together. Waits for the device."""
+        if not self._direct:
+            return float(torch.linalg.vector_norm(self.flat_grad, ord=order))
+        norms = torch._foreach_norm(self._gradients(), order, dtype=torch.float32)
+        return float(torch.linalg.vector_norm(torch.stack(norms), ord=order))
 
     def masters(self) -> dict[str, Tensor]:
         """Return the fp32 master weights by parameter name (not copies)."""
@@ -269,11 +327,11 @@ class DraftOptimizer:
     def is_finite(self) -> bool:
         """Say whether every gradient summed so far is finite. Waits for the device."""
         # The greatest absolute value passes NaN on and needs no second tensor of this size.
-        return bool(torch.linalg.vector_norm(self.flat_grad, ord=math.inf).isfinite())
+        return math.isfinite(self._norm(math.inf))
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients summed so far by parameter name (not copies)."""
-        return dict(zip(self._names, self._grads, strict=True))
+        return dict(zip(self._names, self._gradients(), strict=True))
 
     def blame(self) -> str:
         """Say in words which gradients are not finite."""

@@ -13,7 +13,7 @@ from trainer.contract.config import TrainConfig
 from trainer.data.packing import Batch, Document
 from trainer.loss import BlockTargets, LossSums, block_hidden, block_targets, draft_loss
 from trainer.model.draft import DraftConfig, DraftModel
-from trainer.model.head import HeadPass, head_loss
+from trainer.model.head import HeadPass, Kernels, head_loss, score, slope
 from trainer.model.target import FrozenHead
 
 MakeConfig = Callable[..., DraftConfig]
@@ -77,19 +77,37 @@ def test_padded_anchors_weigh_nothing():
     assert weights(batch_of("1" * 8, [8], [], num_padded=1)) == [[False] * 4]
 
 
+KERNELS = Kernels(score, slope)  # as they are compiled on a GPU
+
+
+@pytest.mark.parametrize("kernels", [None, KERNELS], ids=["in_place", "compiled"])
 @pytest.mark.parametrize("chunk_rows", [1, 3, 100])
-def test_head_loss_and_its_gradient_are_those_of_cross_entropy(chunk_rows: int):
+def test_head_loss_and_its_gradient_are_those_of_cross_entropy(
+    chunk_rows: int, kernels: Kernels | None
+):
     torch.manual_seed(0)
     x = torch.randn(7, 8, requires_grad=True)
     head, labels, weight = torch.randn(11, 8), torch.randint(11, (7,)), torch.rand(7)
     weight[2] = 0
-    found = head_loss(x, head, labels, weight, HeadPass(chunk_rows))
+    found = head_loss(x, head, labels, weight, HeadPass(chunk_rows, kernels=kernels))
     (grad,) = torch.autograd.grad(found.loss * 0.5, x)
     wanted = (F.cross_entropy(x @ head.T, labels, reduction="none") * weight).sum()
     (wanted_grad,) = torch.autograd.grad(wanted * 0.5, x)
     torch.testing.assert_close(found.loss, wanted)
     torch.testing.assert_close(grad, wanted_grad)
     assert found.hit.tolist() == ((x @ head.T).argmax(-1) == labels).tolist()
+
+
+def test_chunks_are_equal_but_for_the_last_and_part_no_block():
+    def lengths(how: HeadPass, num_rows: int) -> list[int]:
+        return [len(range(num_rows)[part]) for part in how.chunks(num_rows)]
+
+    assert lengths(HeadPass(2048), 7680) == [1920] * 4
+    assert lengths(HeadPass(4), 9) == [3, 3, 3]
+    assert lengths(HeadPass(4), 3) == [3]
+    assert lengths(HeadPass(8, lambda entropy, _given: entropy, 3), 15) == [6, 6, 3]
+    assert lengths(HeadPass(2, lambda entropy, _given: entropy, 3), 6) == [3, 3]
+    assert lengths(HeadPass(4), 0) == []
 
 
 def toy(draft_config: MakeConfig) -> tuple[DraftModel, FrozenHead, Batch, Tensor]:

@@ -2,6 +2,7 @@
 
 import io
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from trainer.contract.events import EventDecoder
-from trainer.metrics import Flow, Metrics, StepFigures, Totals
+from trainer.metrics import Flow, Metrics, SampleLog, StepFigures, Totals
 
 CPU = {"cpu": torch.device("cpu")}
 
@@ -114,6 +115,65 @@ def test_checkpoint_event_has_its_size(metrics: Metrics, tmp_path: Path) -> None
     (event,) = _events(tmp_path / "metrics.jsonl")
     assert (event["path"], event["size_bytes"]) == ("step_00000007", 5)
     assert event["checkpoint_s"] == 0.25
+
+
+def _measured(length: float) -> dict[str, Any]:
+    interval = [length - 0.5, length + 0.5]
+    return {"acceptance_length": length, "acceptance_length_interval": interval, "num_prompts": 4}
+
+
+def test_evaluation_is_told_with_its_data_sets_the_average_and_the_best(
+    metrics: Metrics, tmp_path: Path, told: io.StringIO
+) -> None:
+    datasets = {"math": _measured(3.0), "chat": _measured(2.0)}
+    best = {"best_step": 40, "best_acceptance_length": 2.75, "best_weights": "ema"}
+    values = _measured(2.5) | {"step": 80, "evaluation_s": 1.5, "datasets": datasets} | best
+    metrics.evaluation(values | {"ema": _measured(2.25)})
+    metrics.evaluation(values | {"ema": None, "datasets": {"chat": _measured(2.5)}})
+    first, second = told.getvalue().splitlines()
+    assert first == (
+        "eval step 80 acceptance length 2.500 (2.000 to 3.000) on 4 prompts,"
+        " math 3.000 (2.500 to 3.500), chat 2.000 (1.500 to 2.500),"
+        " ema 2.250 (1.750 to 2.750), best 2.750 at step 40 (ema)"
+    )
+    assert second == (
+        "eval step 80 acceptance length 2.500 (2.000 to 3.000) on 4 prompts,"
+        " best 2.750 at step 40 (ema)"
+    )
+    event = _events(tmp_path / "metrics.jsonl")[0]
+    assert (event["kind"], event["step"], event["datasets"]) == ("eval", 80, datasets)
+
+
+def test_seconds_of_an_evaluation_do_not_count_in_the_rates(
+    metrics: Metrics, tmp_path: Path
+) -> None:
+    began = time.monotonic()
+    metrics.begin(0, 2, 1, Totals())
+    time.sleep(0.3)  # stands for the decoding
+    rest = {"step": 0, "datasets": {}, "ema": None}
+    metrics.evaluation(_measured(2.0) | rest | {"evaluation_s": 0.3})
+    metrics.step(_figures(1, tokens=100), Flow(0, 0.0, 0.0))
+    took_s = time.monotonic() - began
+    event = _events(tmp_path / "metrics.jsonl")[-1]
+    assert event["tokens_per_s"] >= 100 / (took_s - 0.3)
+
+
+def test_samples_are_logged_a_line_a_step_and_a_cut_line_is_closed(tmp_path: Path) -> None:
+    log = SampleLog(tmp_path)
+    log.write(1, [(0, 0, (4, 2)), (1, 0, (3,))])
+    log.close()
+    path = tmp_path / "samples.jsonl"
+    with path.open("ab") as stream:
+        stream.write(b'{"step":2,"batch')  # what a kill leaves
+    again = SampleLog(tmp_path)
+    again.write(2, [(2, 1, (5,))])
+    again.close()
+    assert path.read_bytes().split(b"\n") == [
+        b'{"step":1,"batches":[[0,0,[4,2]],[1,0,[3]]]}',
+        b'{"step":2,"batch',
+        b'{"step":2,"batches":[[2,1,[5]]]}',
+        b"",
+    ]
 
 
 def test_threads_write_whole_lines_with_one_sequence(metrics: Metrics, tmp_path: Path) -> None:

@@ -305,6 +305,14 @@ def test_resume_refuses_other_data_even_when_the_manifest_says_it(
         _train(run_dir, resume=True)
 
 
+def test_resume_refuses_another_revision_of_the_target(make_run: MakeRun) -> None:
+    run_dir = make_run()
+    _train(run_dir)
+    _rewrite(run_dir, lambda m: m.update(target_revision="r2"))
+    with pytest.raises(CheckpointError, match="target_revision was 'r1', now 'r2'; put the old"):
+        _train(run_dir, resume=True)
+
+
 def test_changed_rate_is_told_with_both_values_and_taken(make_run: MakeRun) -> None:
     run_dir = make_run()
     _train(run_dir)

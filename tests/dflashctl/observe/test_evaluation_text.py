@@ -3,6 +3,7 @@
 from typing import Any
 
 from dflashctl.event_stream import RunEvent
+from dflashctl.remote.collect import RECORDS
 from dflashctl.render.live import screen_lines
 from dflashctl.render.plain import event_text
 from dflashctl.run_view import RunView
@@ -47,3 +48,8 @@ def test_what_an_older_trainer_did_not_measure_is_left_out() -> None:
     old = {"kind": "eval", "step": 5, "acceptance_length": 1.5, "ema": None}
     assert event_text(old) == "eval  step 5  acceptance length 1.500"
     assert "acceptance length -" in event_text({"kind": "eval"})
+
+
+def test_the_record_of_the_evaluations_is_pulled_with_the_other_records() -> None:
+    assert all(RECORDS.match(name) for name in ("evaluations.json", "evaluation.json"))
+    assert not RECORDS.match("evaluations.json.partial")

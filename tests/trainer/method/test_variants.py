@@ -49,7 +49,7 @@ KEYS = {
         "emb_dim": 6,
     },
 }
-ARCHITECTURES = {"dflash2": "DFlash2DraftModel", "domino": "DominoDraftModel"}
+ARCHITECTURES = {"dflash2": "DFlash2DraftModel", "domino": "DFlashDraftModel"}
 
 
 def stirred(config: DraftConfig) -> DraftModel:

@@ -14,7 +14,8 @@ VARIANTS: dict[str, Variant] = {
 
 
 def variant_of(raw: Mapping[str, Any]) -> Variant:
-    """Return the kind that a config.json describes; plain DFlash when none claims it."""
+    """Return the kind that a config.json describes; plain DFlash when no other claims it."""
     architectures, method = raw.get("architectures") or (), raw["dflash_config"]
-    owners = (v for v in VARIANTS.values() if v.owns(architectures, method))
-    return next(owners, VARIANTS["dflash"])
+    plain = VARIANTS["dflash"]
+    others = (v for v in VARIANTS.values() if v is not plain and v.owns(architectures, method))
+    return next(others, plain)

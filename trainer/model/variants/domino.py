@@ -108,7 +108,7 @@ class Domino(Variant):
     """A GRU and a correction behind the head."""
 
     name = "domino"
-    architecture = "DominoDraftModel"
+    architecture = "DFlashDraftModel"  # SGLang knows it by projector_type alone
 
     def faults(self, config: DraftConfig) -> list[str]:
         """Return what of the configuration does not fit."""
@@ -136,8 +136,8 @@ class Domino(Variant):
         return _PUBLISHED | {"gru_hidden_dim": config.gru_hidden_dim, "emb_dim": config.emb_dim}
 
     def owns(self, architectures: Sequence[str], method: Mapping[str, Any]) -> bool:
-        """Some checkpoints bear the name of the base and tell by projector_type."""
-        return method.get("projector_type") == "domino" or super().owns(architectures, method)
+        """The published ones bear a name of their own, which engines do not know."""
+        return method.get("projector_type") == "domino" or "DominoDraftModel" in architectures
 
     def settings(self, method: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of the keys. Raises: ValueError for another order of slots."""

@@ -104,14 +104,41 @@ def compiled_kernels(compiled: Callable[..., Any]) -> Kernels | None:
     return None if scoring is score else Kernels(scoring, compiled(slope))
 
 
-def entropy_and_slope(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the cross-entropies and their gradients. Shapes: [m, V], [m] -> [m], [m, V] fp32."""
-    slope = F.log_softmax(logits, -1, dtype=torch.float32)
+@dataclass(frozen=True)
+class ChunkLoss:
+    """What a chunk's logits gave.
+
+    Shapes: entropy and weights [m] fp32, hit [m] bool, steep [m, V] in the logits' dtype, the
+    gradient of the weighted sum of the entropies.
+    """
+
+    entropy: Tensor
+    weights: Tensor
+    hit: Tensor
+    steep: Tensor
+
+
+def chunk_loss(
+    logits: Tensor, labels: Tensor, given: Tensor, how: HeadPass, share: float = 1.0
+) -> ChunkLoss:
+    """Return the losses of a chunk; its gradient is that of ``share`` times the weighted sum.
+
+    Shapes: logits [m, V], labels and given weights [m].
+    """
+    if how.kernels is not None:
+        entropy, sums, best = how.kernels.score(logits, labels)
+        weights = how.weights(entropy, given)
+        steep = how.kernels.slope(logits, sums, labels, weights * share)
+        return ChunkLoss(entropy, weights, best == labels, steep)
+    hit = logits.argmax(-1) == labels
+    wide = F.log_softmax(logits, -1, dtype=torch.float32)
     label = labels[:, None]
-    entropy = -slope.gather(1, label).squeeze(1)
-    slope.exp_()  # softmax, in place: this is the largest tensor of a step
-    slope.scatter_add_(1, label, slope.new_full((1, 1), -1.0).expand_as(label))
-    return entropy, slope
+    entropy = -wide.gather(1, label).squeeze(1)
+    weights = how.weights(entropy, given)
+    wide.exp_()  # softmax, in place: this is the largest tensor of a step
+    wide.scatter_add_(1, label, wide.new_full((1, 1), -1.0).expand_as(label))
+    wide.mul_(weights[:, None] * share)
+    return ChunkLoss(entropy, weights, hit, wide.to(logits.dtype))
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -131,18 +158,10 @@ class _HeadLoss(torch.autograd.Function):
             logits = x[part] @ head.t()
             if how.top_k:
                 top[part], top_rows[part] = logits.topk(how.top_k, -1)
-            if how.kernels is None:
-                hit[part] = logits.argmax(-1) == labels[part]
-                entropy, steep = entropy_and_slope(logits, labels[part])
-                used[part] = how.weights(entropy, weights[part])
-                steep = steep.mul_(used[part, None]).to(x.dtype)
-            else:
-                entropy, sums, best = how.kernels.score(logits, labels[part])
-                hit[part] = best == labels[part]
-                used[part] = how.weights(entropy, weights[part])
-                steep = how.kernels.slope(logits, sums, labels[part], used[part])
-            total += (entropy * used[part]).sum()
-            torch.mm(steep, head, out=grad[part])
+            made = chunk_loss(logits, labels[part], weights[part], how)
+            hit[part], used[part] = made.hit, made.weights
+            total += (made.entropy * made.weights).sum()
+            torch.mm(made.steep, head, out=grad[part])
         ctx.save_for_backward(grad, head, top_rows)
         ctx.mark_non_differentiable(hit, used, top_rows)
         return total, hit, used, top, top_rows

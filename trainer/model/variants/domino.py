@@ -7,6 +7,7 @@ published names.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from trainer.contract.config import LossConfig
 from trainer.model.draft_config import DraftConfig
-from trainer.model.head import HeadPass, entropy_and_slope
+from trainer.model.head import HeadPass, chunk_loss
 from trainer.model.target import FrozenHead
 from trainer.model.variants.variant import (
     HEAD_CHUNK_ROWS,
@@ -215,6 +216,7 @@ class _CorrectedLoss(torch.autograd.Function):
         """Return the loss, the base's weighted entropy, the hits and the weights."""
         head, labels, weights = given
         share, how = plan
+        as_given = replace(how, weigh=None)  # the base is weighed as the corrected logits are
         total = torch.zeros((), dtype=torch.float32, device=x.device)
         base_sum = torch.zeros_like(total)
         of_x, of_code = torch.empty_like(x), torch.empty_like(code)
@@ -223,18 +225,16 @@ class _CorrectedLoss(torch.autograd.Function):
         for part in how.chunks(len(x)):
             base = x[part] @ head.t()
             logits = base + code[part] @ out.t()
-            hit[part] = logits.argmax(-1) == labels[part]
-            entropy, slope = entropy_and_slope(logits, labels[part])
-            used[part] = how.weights(entropy, weights[part])
-            total += (1 - share) * (entropy * used[part]).sum()
-            narrow = slope.mul_((1 - share) * used[part, None]).to(x.dtype)
-            torch.mm(narrow, head, out=of_x[part])
-            torch.mm(narrow, out, out=of_code[part])
-            of_out += narrow.t() @ code[part]
+            made = chunk_loss(logits, labels[part], weights[part], how, 1 - share)
+            hit[part], used[part] = made.hit, made.weights
+            total += (1 - share) * (made.entropy * made.weights).sum()
+            torch.mm(made.steep, head, out=of_x[part])
+            torch.mm(made.steep, out, out=of_code[part])
+            of_out += made.steep.t() @ code[part]
             if share > 0:
-                entropy, slope = entropy_and_slope(base, labels[part])
-                base_sum += (entropy * used[part]).sum()
-                of_x[part] += slope.mul_(share * used[part, None]).to(x.dtype) @ head
+                made = chunk_loss(base, labels[part], used[part], as_given, share)
+                base_sum += (made.entropy * made.weights).sum()
+                of_x[part] += made.steep @ head
         ctx.save_for_backward(of_x, of_code, of_out.to(out.dtype))
         ctx.mark_non_differentiable(base_sum, hit, used)
         return total + share * base_sum, base_sum, hit, used

@@ -184,7 +184,7 @@ def _figures(found: dict[str, Any]) -> str:
         ("accepted, by position", " ".join(f"{share:.2f}" for share in found["by_position"])),
         ("lossless", "yes" if found["lossless"] else "no"),
         ("equal to plain greedy decoding", f"{found['num_equal']} of {found['num_prompts']}"),
-        ("speed-up on equal output, where it was measured", told),
+        ("speed-up, on the machine that measured", told),
         ("prompts", f"{found['num_prompts']}, sha256 {found['prompts_sha256']}"),
         ("new tokens at most", str(found["max_new_tokens"])),
         ("dtype of the target", found["target_dtype"]),

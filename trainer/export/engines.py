@@ -56,7 +56,8 @@ def sglang(subject: Subject) -> Iterator[Finding]:
         where = f"{CONFIG}: transformer_layer_config"
         yield Finding(FAIL, "layout", told, where, _TO_ZLAB, (46, 30))
         return
-    yield from _architecture(subject, "SGLang", {"DFlashDraftModel", "DFlash2DraftModel"})
+    known = {"DFlashDraftModel", "DFlash2DraftModel", "DominoDraftModel"}
+    yield from _architecture(subject, "SGLang", known)
     yield from _last_tap(subject, sglang=True)
     yield from _causality(subject, _READS_TOP)
     method = subject.method

@@ -8,12 +8,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from tests.trainer.export.conftest import MIXED, SHAPE, Export, read_config, write_config
 from trainer.__main__ import main
+from trainer.contract.config import DraftModelConfig
 from trainer.errors import CheckpointError, TargetError
 from trainer.export.convert import convert
-from trainer.export.zlab import block_causality, load_export
+from trainer.export.validate import validate
+from trainer.export.zlab import block_causality, export_draft, load_export
+from trainer.model.draft import DraftConfig, DraftModel
 
 Change = Callable[[dict[str, Any]], None]
 
@@ -79,6 +83,20 @@ def test_speculators_layout_has_the_keys_of_its_reader(
     embedding = target["model.embed_tokens.weight"].bfloat16()
     assert torch.equal(tensors["embed_tokens.weight"], embedding)
     assert torch.equal(tensors["lm_head.weight"], embedding)  # the tiny target's are tied
+
+
+def test_drafter_of_smollm2_goes_there_and_back(smollm2: Path, tmp_path: Path):
+    config = DraftConfig.from_target(
+        AutoConfig.from_pretrained(smollm2), DraftModelConfig(block_size=8, mask_token_id=16), 30
+    )
+    export_draft(DraftModel(config), tmp_path / "z")
+    assert validate(tmp_path / "z", ["all"], smollm2).ok
+    convert(tmp_path / "z", tmp_path / "s", "speculators", smollm2)
+    assert read_config(tmp_path / "s")["aux_hidden_state_layer_ids"] == [2, 9, 15, 21, 28]
+    assert validate(tmp_path / "s", ["vllm", "speculators"], smollm2).ok
+    convert(tmp_path / "s", tmp_path / "again", "zlab")
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "z" / name).read_bytes()
 
 
 def test_what_the_library_changed_wins_on_the_way_back(
@@ -219,6 +237,8 @@ def set_sinks(raw: dict[str, Any]) -> None:
         ({"target_layer_ids": (1, 5)}, None, "target_layer_ids: 5, the target's last, is no aux"),
         ({"causal": True}, None, "is_causal: speculators runs full_attention layers bidirectional"),
         ({}, set_architecture, "DFlashDraftModelOfAnotherKind.*the layout is of plain DFlash"),
+        ({"variant": "dflash2"}, None, r"architectures \['DFlash2DraftModel'\]: the layout is of"),
+        ({"variant": "domino"}, None, "dflash_config.projector_type: has no counterpart"),
         ({}, set_sinks, "dflash_config.attention_sink_bias: has no counterpart"),
     ],
 )

@@ -288,6 +288,37 @@ def test_sliding_layers_that_see_the_whole_block_are_told_with_both_flags(
     assert told[0].startswith("in a block: sliding_attention bidirectional, full_attention bid")
 
 
+SMALL_PARTS: dict[str, Any] = {
+    "selector_rank": 8,
+    "selector_top_k": 4,
+    "gru_hidden_dim": 16,
+    "emb_dim": 8,
+}
+
+
+@pytest.mark.parametrize(
+    ("variant", "fails", "serving"),
+    [
+        ("dflash2", {"speculators", "llamacpp", "tensorrt-llm"}, {"vllm", "sglang", "mlx"}),
+        ("domino", {"vllm", "speculators", "llamacpp", "mlx", "tensorrt-llm"}, {"sglang"}),
+    ],
+)
+def test_successors_pass_where_an_engine_has_them(
+    variant: str, fails: set[str], serving: set[str], export: Export, tiny_target: Path
+):
+    report = validate(export(variant=variant, **SMALL_PARTS), ["all"], tiny_target)
+    assert {engine for engine in ENGINES if report.failed(engine)} == fails
+    assert {engine for engine in ENGINES if not report.failed(engine)} == serving
+
+
+def test_domino_whose_slots_another_order_gives_is_no_draft_of_ours(export: Export):
+    directory = export(variant="domino", **SMALL_PARTS)
+    keys(dflash_config__shift_label=True)(directory)
+    report = validate(directory, ["sglang"])
+    assert failed(report) == every("config")
+    assert "shift_label True: only False is known" in report.findings[0].what
+
+
 # Spoiled in the converted directory -> the rules that fail.
 OWN: dict[str, tuple[Spoil, dict[str, set[str]]]] = {
     "another head": (

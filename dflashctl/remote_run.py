@@ -32,7 +32,7 @@ from trainer.contract.manifest import Gpu, Manifest
 
 PACKAGES = ("torch", "transformers", "safetensors", "numpy", "tokenizers")
 OPTIONAL_PACKAGES = ("triton",)
-_CACHE_NAMES = ("HF_HOME", "HF_HUB_CACHE")
+_CACHE_NAMES = ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE")
 _FACTS_S = 900.0  # the digest of a large data set takes its time
 _LOCK_HELD, _NO_RUN = 75, 66  # exit statuses of remote/enter.py
 _BAD_INPUT = 2  # exit status of the trainer: the configuration or the data is wrong

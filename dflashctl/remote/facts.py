@@ -132,17 +132,25 @@ class Facts:
     def hub_target(self, name: str) -> str | None:
         """Return the commit that the hub cache of the container holds for the revision."""
         revision = self.arguments["revision"] or "main"
-        if re.fullmatch(r"[0-9a-f]{40}", revision):
-            return str(revision)
         environment = os.environ | self.arguments["env"]
         home = environment.get("HF_HOME", str(Path.home() / ".cache" / "huggingface"))
         cache = Path(environment.get("HF_HUB_CACHE", f"{home}/hub"))
-        ref = cache / f"models--{name.replace('/', '--')}" / "refs" / revision
-        if ref.is_file():
-            return ref.read_text().strip()
-        text = f"{name}: the commit of revision {revision!r} is not known in the container"
-        self.problem("target-revision", text, "set target.revision to a commit (40 hex digits)")
-        return None
+        held = cache / f"models--{name.replace('/', '--')}"
+        ref = held / "refs" / revision
+        if re.fullmatch(r"[0-9a-f]{40}", revision):
+            commit = str(revision)
+        elif ref.is_file():
+            commit = ref.read_text().strip()
+        else:
+            text = f"{name}: the commit of revision {revision!r} is not known in the container"
+            self.problem("target-revision", text, "set target.revision to a commit (40 hex digits)")
+            return None
+        if environment.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+            snapshot = held / "snapshots" / commit  # what is missing cannot be fetched then
+            for text, fix in self.model_faults(snapshot):
+                hint = f"{fix}; or unset HF_HUB_OFFLINE in env: of hosts.yaml"
+                self.problem("target-damaged", f"target.path {name} ({snapshot}): {text}", hint)
+        return commit
 
     def dataset(self) -> None:
         """Pin the data set by its digest."""

@@ -90,6 +90,21 @@ def test_a_release_without_the_look_at_files_still_wants_config_and_weights(tmp_
     assert [c for c, _, _ in answer["problems"] if c.startswith("target")] == ["target-missing"]
 
 
+def test_a_half_copied_snapshot_is_a_problem_where_nothing_can_be_fetched(tmp_path: Path) -> None:
+    commit, hub = "a" * 40, {"HF_HUB_CACHE": str(tmp_path / "hub")}
+    snapshot = tmp_path / "hub" / "models--org--tiny" / "snapshots" / commit
+    snapshot.parent.mkdir(parents=True)
+    write_model(snapshot)
+    (snapshot / "tokenizer.json").unlink()
+    at = {"target": "org/tiny", "revision": commit}
+    online = facts(tmp_path, **at, env=hub)
+    assert [c for c, _, _ in online["problems"] if c.startswith("target")] == []
+    offline = facts(tmp_path, **at, env=hub | {"HF_HUB_OFFLINE": "1"})
+    (found,) = [text for code, text, _ in offline["problems"] if code == "target-damaged"]
+    assert found.endswith("tokenizer.json is missing")
+    assert (online["target_revision"], offline["target_revision"]) == (commit, commit)
+
+
 def test_launch_refuses_a_half_copied_target_with_its_name(project: Project) -> None:
     assert project.run("deploy").returncode == 0
     weights = Path(project.workspace, "target", "model.safetensors")

@@ -18,9 +18,11 @@ from trainer.data.dataset import Sample
 from trainer.doctor.findings import Finding, warning
 from trainer.model.target import Target
 
-# SmolLM2-135M-Instruct in bf16: its own greedy answers 98 % and -1.0, foreign ones 24 % and +1.2.
+# Agreement and surprise measured with SmolLM2-135M-Instruct, 32 chats each: its own answers, greedy
+# 98 % and -1.01, drawn at temperature 0.7 69 % and -0.76, at 1.0 49 % and +0.04 (error 0.06);
+# foreign ones 24 % and +1.22.
 FOREIGN_SURPRISE = 0.1
-LEAST_AGREEMENT = 0.5
+LEAST_AGREEMENT = 0.3
 _TOKENS_OF_A_SAMPLE = 512  # logits of more rows would be gigabytes with a large vocabulary
 
 

@@ -83,8 +83,8 @@ def files_rule(subject: Subject) -> Iterator[Finding]:
     """Files open, shards are those of the index, sizes sum up."""
     files = subject.files
     for problem in files.problems:
-        text = f"{problem.what}"
-        yield Finding(FAIL, "files", text, problem.where, "copy the export again, whole", (50,))
+        fix = "copy the export again, whole"
+        yield Finding(FAIL, "files", problem.what, problem.where, fix, (50,))
     if not files.problems:
         shards = len({info.file for info in files.infos.values()})
         size = sum(info.num_bytes for info in files.infos.values()) / _MIB
@@ -155,7 +155,7 @@ def taps_rule(subject: Subject) -> Iterator[Finding]:
         yield Finding(OK, "taps", told)
 
 
-def block_rule(subject: Subject) -> Iterator[Finding]:
+def block_size_rule(subject: Subject) -> Iterator[Finding]:
     """The block size is told once, or the same in both places."""
     places = {f"{CONFIG}: block_size": subject.raw.get("block_size")}
     if subject.is_zlab:
@@ -171,7 +171,7 @@ def block_rule(subject: Subject) -> Iterator[Finding]:
         yield Finding(OK, "block size", f"{size}: one anchor and {size - 1} drafted tokens")
 
 
-def heads_rule(subject: Subject) -> Iterator[Finding]:
+def shape_rule(subject: Subject) -> Iterator[Finding]:
     """Heads divide evenly; nothing that engines compute otherwise."""
     draft, layers = subject.draft, subject.layers
     heads, narrow, dim = draft.num_attention_heads, draft.num_key_value_heads, draft.head_dim
@@ -269,8 +269,8 @@ RULES: tuple[Rule, ...] = (
     tensors_rule,
     values_rule,
     taps_rule,
-    block_rule,
-    heads_rule,
+    block_size_rule,
+    shape_rule,
     window_rule,
     rope_rule,
     card_rule,

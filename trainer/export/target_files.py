@@ -74,13 +74,14 @@ class TargetFiles:
     def head_name(self) -> str:
         """Name of the head; the embedding's where the two are tied."""
         self._whole()
-        found = [name for name in self.tensors.infos if name.endswith(_HEAD)]
-        if bool(getattr(self.text_config, "tie_word_embeddings", False)):
+        flags = (self.text_config, self.config)  # a wrapper may say it for its text part
+        if any(bool(getattr(held, "tie_word_embeddings", False)) for held in flags):
             return self.embedding_name
+        found = [name for name in self.tensors.infos if name.endswith(_HEAD)]
         if len(found) != 1:
             raise TargetError(
-                f"--target {self.directory}: no single {_HEAD}, and tie_word_embeddings is false;"
-                " copy the model again, whole"
+                f"--target {self.directory}: {len(found)} tensors end in {_HEAD}, expected one, as"
+                " tie_word_embeddings is false; copy the model again, whole"
             )
         return found[0]
 

@@ -13,7 +13,7 @@ from trainer.export.rules import Rule, Subject
 from trainer.export.target_files import TargetFiles
 
 
-def mask_rule(subject: Subject) -> Iterator[Finding]:
+def mask_token_rule(subject: Subject) -> Iterator[Finding]:
     """The mask token is an embedding row that is no stop, template or ordinary token."""
     draft, target = subject.draft, subject.target
     mask = draft.mask_token_id
@@ -149,4 +149,4 @@ def _map_findings(subject: Subject) -> Iterator[Finding]:
     )
 
 
-RULES: tuple[Rule, ...] = (mask_rule, target_rule, own_head_rule)
+RULES: tuple[Rule, ...] = (mask_token_rule, target_rule, own_head_rule)

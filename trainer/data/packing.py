@@ -5,8 +5,10 @@ any order and a resumed run goes on with the same ones.
 """
 
 import threading
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +23,7 @@ from trainer.errors import DataError
 ROW_MULTIPLE = 16  # row lengths are rounded up to this, so that few shapes occur
 WINDOW_BATCHES = 64  # batches' worth of samples that are sorted by length together
 OPEN_ROWS = 16  # packed rows that are filled at the same time
+_PART = 1 << 16
 
 Rows = list[list[int]]
 
@@ -186,10 +189,13 @@ class BatchPlan:
         Rows close in the order in which they were opened, so a row's number is its batch.
         """
         most, budget = self._config.max_batch_size, self._config.token_budget
-        numbers: list[int] = []  # row of each sample
+        numbers = array("i")  # row of each sample
         open_rows: list[list[int]] = []  # [tokens left, samples left, number], the oldest first
         opened = 0
-        for length in self._lengths[order].tolist():
+        lengths = self._lengths[order]
+        for length in chain.from_iterable(  # as Python numbers, a part at a time
+            lengths[start : start + _PART].tolist() for start in range(0, len(lengths), _PART)
+        ):
             for row in open_rows:
                 if length <= row[0]:
                     break
@@ -204,7 +210,7 @@ class BatchPlan:
             if not row[1]:
                 row[0] = 0  # full: nothing is 0 tokens long
             numbers.append(row[2])
-        rows = np.array(numbers, np.int32)
+        rows = np.frombuffer(numbers, np.int32)
         starts = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=opened))])
         return order[np.argsort(rows, kind="stable")], starts
 

@@ -1,6 +1,7 @@
 """Files of records: every record once, with its number, in whatever slices."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -119,3 +120,14 @@ def test_input_that_cannot_be_read_is_named(tmp_path: Path):
         find_inputs([path, tmp_path / "empty" / ".." / "fake.parquet"])
     with pytest.raises(DataError, match=r"fake.parquet is no parquet file"):
         scan(path, "parquet", 4, lambda _: None)
+
+
+@pytest.mark.parametrize("name", ["chats.parquet", "data.arrow"])
+def test_tables_without_pyarrow_say_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)  # as where it is not installed
+    (tmp_path / name).touch()
+    ((path, kind),) = find_inputs([tmp_path / name])
+    with pytest.raises(DataError, match=rf"{name}: reading .{kind} needs pyarrow; install it with"):
+        scan(path, kind, 4, lambda _: None)

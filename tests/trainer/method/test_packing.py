@@ -1,6 +1,7 @@
 """Plans and batches: every sample once an epoch, budgets kept, pure in (seed, index)."""
 
 import threading
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import fields
 
@@ -176,3 +177,16 @@ def test_mask_token_in_the_data_stops_the_maker(train_config: Callable[..., Trai
     plan = BatchPlan(LENGTHS[:60], config.data, 0)
     with pytest.raises(DataError, match="mask_token_id 5"):
         BatchMaker(dataset(), plan, config)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_plan_keeps_little_more_than_the_lengths(packing: bool):
+    lengths = np.random.default_rng(1).integers(40, 3000, 100_000)
+    config = DataConfig(path="x", packing=packing)
+    tracemalloc.start()
+    plan = BatchPlan(lengths, config, seed=0)
+    plan.batch(plan.num_batches(3) - 1)
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    # Two epochs may be kept, each 4 bytes a sample and 16 a batch; lists would take 100 a sample.
+    assert kept < 16 * len(lengths)

@@ -141,6 +141,9 @@ def tensorrt_llm(subject: Subject) -> Iterator[Finding]:
         yield Finding(FAIL, "layout", told, f"{CONFIG}: transformer_layer_config", _TO_ZLAB, (30,))
         return
     yield from _architecture(subject, "TensorRT-LLM", {"DFlashDraftModel"})
+    if subject.method.get("projector_type") == "domino":
+        told, where = "newer versions alone have it", f"{CONFIG}: dflash_config.projector_type"
+        yield Finding(WARN, "method", told, where, "use a version that has the Domino head")
     yield from _last_tap(subject)
     yield from _causality(subject, ())
     yield from _head_dim(subject)

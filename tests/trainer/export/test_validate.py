@@ -300,7 +300,7 @@ SMALL_PARTS: dict[str, Any] = {
     ("variant", "fails", "serving"),
     [
         ("dflash2", {"speculators", "llamacpp", "tensorrt-llm"}, {"vllm", "sglang", "mlx"}),
-        ("domino", {"vllm", "speculators", "llamacpp", "mlx", "tensorrt-llm"}, {"sglang"}),
+        ("domino", {"vllm", "speculators", "llamacpp", "mlx"}, {"sglang", "tensorrt-llm"}),
     ],
 )
 def test_successors_pass_where_an_engine_has_them(

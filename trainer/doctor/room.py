@@ -139,7 +139,7 @@ def target_facts(
     """Return what a target GPU holds: weights, one forward, and taps that wait for drafters."""
     size = _SIZES[config.target.dtype]
     hidden = int(text_config.hidden_size)
-    inner = int(getattr(text_config, "intermediate_size", None) or 4 * hidden)
+    inner = _inner_size(text_config, hidden)
     forward_tokens = min(config.target.forward_tokens, config.data.token_budget)
     taps = config.data.token_budget * draft.num_taps * hidden * size
     parts = {
@@ -149,6 +149,14 @@ def target_facts(
         "taps in the queue": taps * (config.run.queue_depth + 1),
     }
     return DeviceFacts("target", card.name, parts, card.total_bytes)
+
+
+def _inner_size(text_config: Any, hidden: int) -> int:
+    """Return the inner width of one token's feed-forward; that of the experts it goes to."""
+    expert = getattr(text_config, "moe_intermediate_size", None)
+    if expert is not None:
+        return int(expert) * int(getattr(text_config, "num_experts_per_tok", None) or 1)
+    return int(getattr(text_config, "intermediate_size", None) or 4 * hidden)
 
 
 def drafter_facts(draft: DraftConfig, config: TrainConfig, card: "Card") -> DeviceFacts:

@@ -135,6 +135,7 @@ def timed_step_s(
     devices = assembly.devices_of(manifest, config)
     gate = CompileGate(assembly.gate_settings(config, 1))
     try:
+        assembly.settle_targets({str(target.device): target}, config, gate)
         attention = assembly.attention_of(config, gate)
         place = 0, devices.drafters[0]
         schedule = Schedule.from_config(config.optim, 1)

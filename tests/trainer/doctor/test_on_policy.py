@@ -6,14 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from tests.trainer import tiny_targets
 from tests.trainer.conftest import NUM_WORDS, SPECIALS
 from tests.trainer.regenerate.conftest import Answer, ChatServer, chat_server, completion
 from trainer import assembly
-from trainer.data.dataset import load_chats, load_tokenizer
+from trainer.data.dataset import Sample, load_chats, load_tokenizer
 from trainer.doctor.policy import PolicyFacts, on_policy, policy_findings
 from trainer.model.target import Target
 from trainer.regenerate.options import Options, Sampling
@@ -112,8 +114,15 @@ def test_regenerated_answers_score_one_and_foreign_ones_far_below(
     assert "python -m trainer regenerate" in finding.fix
 
 
-def test_score_is_that_of_a_plain_forward(target: Target, speaker: Path, tiny_chats: Path) -> None:
-    samples = load_chats(tiny_chats, load_tokenizer(str(speaker)), 32).samples[:2]
+@pytest.mark.parametrize("kind", tiny_targets.KINDS)
+def test_score_is_that_of_a_plain_forward_for_every_kind_of_target(kind: str) -> None:
+    torch.manual_seed(1)
+    target = Target(tiny_targets.KINDS[kind](vocab_size=40), (1, 2))
+    rng = np.random.default_rng(2)
+    samples = [
+        Sample(i, rng.integers(0, 40, length, np.int32), rng.random(length) < 0.5)
+        for i, length in enumerate((9, 14))
+    ]
     hits, log_probs, entropies = [], [], []
     for sample in samples:
         ids = torch.from_numpy(sample.input_ids).long()

@@ -51,11 +51,15 @@ def write_chats(path: Path, count: int, seed: int = 0) -> list[int]:
 
 @dataclass(frozen=True)
 class Ran:
-    """How a process ended: status, seconds, the largest memory of it and of all its processes."""
+    """How a process ended.
+
+    peak_rss_bytes: of its largest process, libraries included. peak_all_bytes: of all processes
+    together, without what maps files, which they share.
+    """
 
     status: int
     wall_s: float
-    peak_one_bytes: int
+    peak_rss_bytes: int
     peak_all_bytes: int
 
 
@@ -66,8 +70,9 @@ def run_prepare(arguments: list[str], output: Path, kill_when: Callable[[], bool
     process = subprocess.Popen(argv)
     peak_one = peak_all = 0
     while process.poll() is None:
-        sizes = [_resident_bytes(pid) for pid in _family(process.pid)]
-        peak_one, peak_all = max([peak_one, *sizes]), max(peak_all, sum(sizes))
+        family = list(_family(process.pid))
+        peak_one = max(peak_one, *(_status_bytes(pid, "VmHWM") for pid in family))
+        peak_all = max(peak_all, sum(_status_bytes(pid, "RssAnon") for pid in family))
         if kill_when():
             process.send_signal(signal.SIGKILL)
         time.sleep(_POLL_S)
@@ -84,13 +89,13 @@ def _family(pid: int) -> Iterator[int]:
         yield from _family(int(child))
 
 
-def _resident_bytes(pid: int) -> int:
-    """Return VmRSS without the pages that only map files (libraries, shards)."""
+def _status_bytes(pid: int, key: str) -> int:
+    """Return one of the sizes of /proc/PID/status; 0 for a process that has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
         return 0
-    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:"))
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{key}:"))
 
 
 def digest_directory(directory: Path) -> str:
@@ -134,10 +139,10 @@ def _tell(
     runs: dict[str, Ran], directories: tuple[Path, Path], chats: Path, broken: list[int]
 ) -> int:
     print(f"{chats.stat().st_size / 1e6:,.0f} MB of chats, {len(broken):,} broken\n")
-    print("| run | status | seconds | peak memory, largest process | all processes |")
+    print("| run | status | seconds | peak RSS, largest process | all, private |")
     print("|---|---|---|---|---|")
     for name, ran in runs.items():
-        one, together = ran.peak_one_bytes / 2**20, ran.peak_all_bytes / 2**20
+        one, together = ran.peak_rss_bytes / 2**20, ran.peak_all_bytes / 2**20
         print(f"| {name} | {ran.status} | {ran.wall_s:.0f} | {one:.0f} MiB | {together:.0f} MiB |")
     documents = [json.loads((path / "dataset.json").read_text()) for path in directories]
     totals = documents[0]["content"]["totals"]

@@ -55,17 +55,25 @@ def _batch(num_tokens: int) -> Batch:
     )
 
 
-@pytest.mark.parametrize("loss", ["decay", "dpace"])
+@pytest.mark.parametrize(
+    ("variant", "loss"),
+    [("dflash", "decay"), ("dflash", "dpace"), ("dflash2", "decay"), ("domino", "dpace")],
+)
 def test_compiled_pieces_give_the_loss_and_gradients_of_the_plain_ones(
     gate: CompileGate,
     draft_config: Callable[..., DraftConfig],
     train_config: Callable[..., TrainConfig],
+    variant: str,
     loss: str,
 ):
     torch.manual_seed(0)
-    shape = draft_config(vocab_size=140, mask_token_id=139, num_draft_layers=3)
+    shape = draft_config(vocab_size=140, mask_token_id=139, num_draft_layers=3, variant=variant)
     plain = DraftModel(shape, seed=1)
-    compiled = DraftModel(shape, seed=1, attention=CompiledAroundSdpa(gate))
+    with torch.no_grad():  # fresh convolutions would do nothing
+        for parameter in plain.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    compiled = DraftModel(shape, attention=CompiledAroundSdpa(gate))
+    compiled.load_state_dict(plain.state_dict())
     assert plain.head_kernels is None
     assert compiled.head_kernels is not None
     head = FrozenHead(torch.randn(140, 32), torch.randn(140, 32))
@@ -73,7 +81,7 @@ def test_compiled_pieces_give_the_loss_and_gradients_of_the_plain_ones(
     batch, taps = _batch(18), torch.randn(1, 18, 64)
 
     def run(draft: DraftModel) -> tuple[Any, ...]:
-        sums = draft_loss(draft, head, batch, taps, config)
+        sums = draft_loss(draft, head, batch, taps, config, 0.2)
         return sums.loss_sum, *torch.autograd.grad(sums.loss_sum, list(draft.parameters()))
 
     wanted = run(plain)

@@ -69,44 +69,12 @@ class BlockConv(Extra):
         return self._convolve(x, kept, 1)
 
     def _convolve(self, x: Tensor, correction: Tensor, side: int) -> Tensor:
-        apply: Any = _TwoTaps.apply  # torch gives it no types
-        blocks = x.view(-1, self.block_size, self.num_groups, x.shape[-1] // self.num_groups)
-        correction = correction.reshape(-1, self.block_size, TAPS, self.num_groups, 1)
-        made: Tensor = apply(
-            blocks, correction, self.base_kernel[side].view(TAPS, *blocks.shape[2:])
-        )
-        return made.view(x.shape)
-
-
-class _TwoTaps(torch.autograd.Function):
-    """The convolution; keeps its input alone, where autograd would keep five tensors of its size.
-
-    Shapes: x [K, B, groups, g], correction [K, B, taps, groups, 1], base [taps, groups, g].
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, correction: Tensor, base: Tensor) -> Tensor:
-        """Return the convolved blocks; the slot before the first is zero."""
-        ctx.save_for_backward(x, correction, base)
-        out = (base[0] + correction[:, :, 0]) * x
-        out[:, 1:] += (base[1] + correction[:, 1:, 1]) * x[:, :-1]
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of input, correction and base."""
-        x, correction, base = ctx.saved_tensors
-        (grad,) = upstream
-        of_x = (base[0] + correction[:, :, 0]) * grad
-        of_x[:, :-1] += (base[1] + correction[:, 1:, 1]) * grad[:, 1:]
-        of_correction, of_base = torch.zeros_like(correction), torch.empty_like(base)
-        product = grad * x
-        of_correction[:, :, 0] = product.sum(-1, keepdim=True)
-        of_base[0] = product.sum((0, 1))
-        product = grad[:, 1:] * x[:, :-1]
-        of_correction[:, 1:, 1] = product.sum(-1, keepdim=True)
-        of_base[1] = product.sum((0, 1))
-        return of_x, of_correction, of_base
+        size, groups = self.block_size, self.num_groups
+        blocks = x.view(-1, size, groups, x.shape[-1] // groups)
+        before = F.pad(blocks[:, :-1], (0, 0, 0, 0, 1, 0))  # zero before a block's first slot
+        base = self.base_kernel[side].view(TAPS, *blocks.shape[2:])
+        own, previous = correction.reshape(-1, size, TAPS, groups, 1).unbind(2)
+        return ((base[0] + own) * blocks + (base[1] + previous) * before).view(x.shape)
 
 
 class DFlash2Layer(DraftLayer):

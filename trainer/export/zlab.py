@@ -132,13 +132,12 @@ def causality(config: DraftConfig) -> bool | None:
     Engines read one flag for all layers (top-level is_causal: SGLang, MLX, vLLM; dflash_config's
     causal: vLLM) and without it run sliding layers causally and full ones not. So the flag is left
     out exactly where that is what was trained: ``causal: false`` beside causal sliding layers
-    would be served as another network.
+    would be served as another network. Any other training makes all layers alike.
     """
-    causal = {rule.causal for rule in config.rules.values()}
-    if len(causal) > 1:
+    rules = config.rules
+    if all(rule.causal == (kind == SLIDING) for kind, rule in rules.items()):
         return None
-    only = causal.pop()
-    return None if only and set(config.layer_types) == {SLIDING} else only
+    return any(rule.causal for rule in rules.values())
 
 
 def block_causality(raw: Mapping[str, Any]) -> dict[str, bool]:

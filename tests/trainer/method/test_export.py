@@ -77,6 +77,32 @@ def test_configuration_has_what_engines_read_in_every_place(
     assert (loaded.head_dim, loaded.num_key_value_heads) == (8, 2)
 
 
+SLIDE, FULL = "sliding_attention", "full_attention"
+
+
+@pytest.mark.parametrize(
+    ("changes", "flag"),
+    [
+        ({}, None),
+        ({"layer_types": (SLIDE, FULL)}, None),
+        ({"layer_types": (SLIDE, SLIDE)}, None),
+        ({"causal": True}, True),
+        ({"layer_types": (SLIDE, FULL), "causal": True}, True),
+        ({"layer_types": (SLIDE, FULL), "sliding_window_non_causal": True}, False),
+    ],
+)
+def test_one_flag_for_all_layers_is_written_where_their_kinds_do_not_tell(
+    changes: dict[str, object], flag: bool | None, draft_config: MakeConfig, tmp_path: Path
+):
+    window = {"sliding_window": 64} if SLIDE in changes.get("layer_types", ()) else {}
+    config = draft_config(**changes, **window)
+    export_draft(DraftModel(config), tmp_path / "export")
+    read = json.loads((tmp_path / "export" / "config.json").read_text())
+    assert (read.get("is_causal"), read["dflash_config"].get("causal")) == (flag, flag)
+    loaded = load_export(tmp_path / "export").config
+    assert loaded.rules == config.rules
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_loaded_draft_computes_the_same_with_the_tap_scales_in_fc(
     draft_config: MakeConfig, tmp_path: Path, dtype: str

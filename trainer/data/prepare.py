@@ -3,8 +3,7 @@
 Every slice of the input gives one shard, made by a worker process. What is finished is on disk
 (``.work/``), so a run that was killed goes on when the same command is given again, and ends with
 the same shards as one that was not; another input or option is refused with what has changed.
-Memory does not grow with the input but for 16 bytes a record, and 70 for a moment, to find
-duplicates.
+Memory does not grow with the input, but for a moment's 70 bytes a record to find duplicates.
 """
 
 import fcntl
@@ -17,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +53,14 @@ from trainer.data.sources import Source, slices
 from trainer.errors import DataError
 
 
+@dataclass(frozen=True)
+class _Workers:
+    """Processes that work on jobs; without a pool it is this one."""
+
+    pool: Executor | None
+    count: int
+
+
 def prepare(options: PrepareOptions) -> dict[str, Any]:
     """Make the data set, or go on making it; returns the document of dataset.json.
 
@@ -61,6 +68,7 @@ def prepare(options: PrepareOptions) -> dict[str, Any]:
     """
     output = options.output
     try:
+        _refuse_foreign(output)
         (output / WORK).mkdir(parents=True, exist_ok=True)
         with _locked(output):
             return _prepare(options)
@@ -79,12 +87,12 @@ def prepare(options: PrepareOptions) -> dict[str, Any]:
 
 def _prepare(options: PrepareOptions) -> dict[str, Any]:
     output = options.output
-    _refuse_foreign(output)
     finished = read_document(output) if (output / DATASET).is_file() else None
+    if finished is not None:  # a kill may have come just before its end
+        shutil.rmtree(output / WORK)
     tokenizer = load_tokenizer(options.target, options.revision)
     origin = settle(options, tokenizer, finished)
     if finished is not None:
-        shutil.rmtree(output / WORK, ignore_errors=True)
         return finished
     for name in ("shard-", BAD_RECORDS, DATASET):
         for left in output.glob(f".{name}*"):  # what a kill left half written
@@ -99,11 +107,11 @@ def _prepare(options: PrepareOptions) -> dict[str, Any]:
     )
     parts = slices(origin.sources, options.shard_samples)
     jobs = [Job(n, _bare(origin.sources[part.source]), part) for n, part in enumerate(parts)]
-    workers = min(options.num_workers or len(os.sched_getaffinity(0)), max(1, len(jobs)))
-    with _pool(workers) as pool:
+    count = min(options.num_workers or len(os.sched_getaffinity(0)), max(1, len(jobs)))
+    with _started(count) as workers:
         if options.dedup:
-            jobs = _without_duplicates(recipe, jobs, pool)
-        shards = _make_shards(recipe, jobs, pool)
+            jobs = _without_duplicates(recipe, jobs, workers)
+        shards = _make_shards(recipe, jobs, workers)
     require_unchanged(origin.sources)
     takes_thinking = ChatEncoder(tokenizer, options.max_length).takes_thinking
     return _finish(options, origin, shards, takes_thinking=takes_thinking)
@@ -122,7 +130,7 @@ def _locked(output: Path) -> Iterator[None]:
 
 def _refuse_foreign(output: Path) -> None:
     """Never write among somebody's files."""
-    for path in sorted(output.iterdir()):
+    for path in sorted(output.iterdir()) if output.is_dir() else ():
         name = path.name.removeprefix(".")
         if name not in (WORK[1:], DATASET, BAD_RECORDS) and not name.startswith(
             ("shard-", DATASET, BAD_RECORDS)
@@ -135,22 +143,22 @@ def _bare(source: Source) -> Source:
     return replace(source, starts=())
 
 
-def _without_duplicates(recipe: Recipe, jobs: list[Job], pool: Executor | None) -> list[Job]:
+def _without_duplicates(recipe: Recipe, jobs: list[Job], workers: _Workers) -> list[Job]:
     """Return the jobs with the records that repeat an earlier one."""
     output, counts = recipe.output, [job.part.count for job in jobs]
     progress = Progress("compare", sum(counts), "records")
     todo = [job for job in jobs if not digests_path(output, job.number).is_file()]
     progress.skip(sum(counts) - sum(job.part.count for job in todo))
-    for job, _ in _work(write_digests, recipe, todo, pool):
+    for job, _ in _work(write_digests, recipe, todo, workers):
         progress.advance(job.part.count)
     found = find_duplicates(output, counts)
     return [
-        replace(job, duplicates=frozenset(repeats.tolist()))
+        replace(job, duplicates=repeats.astype(np.int32))
         for job, repeats in zip(jobs, found, strict=True)
     ]
 
 
-def _make_shards(recipe: Recipe, jobs: list[Job], pool: Executor | None) -> list[dict[str, Any]]:
+def _make_shards(recipe: Recipe, jobs: list[Job], workers: _Workers) -> list[dict[str, Any]]:
     """Make the shards that are not finished yet; returns the records of all, in order."""
     shards = {job.number: _finished_shard(recipe.output, job.number) for job in jobs}
     todo = [job for job in jobs if shards[job.number] is None]
@@ -158,7 +166,7 @@ def _make_shards(recipe: Recipe, jobs: list[Job], pool: Executor | None) -> list
     progress = Progress("tokenise", total, "records")
     progress.skip(total - left)
     num_bad = sum(shard["num_bad"] for shard in shards.values() if shard)
-    for job, shard in _work(write_shard, recipe, todo, pool):
+    for job, shard in _work(write_shard, recipe, todo, workers):
         shards[job.number] = shard
         num_bad += shard["num_bad"]
         progress.advance(job.part.count, f"{num_bad:,} bad")
@@ -174,17 +182,17 @@ def _finished_shard(output: Path, number: int) -> dict[str, Any] | None:
 
 
 @contextmanager
-def _pool(workers: int) -> Iterator[Executor | None]:
-    """Yield worker processes, or None where this process works alone."""
-    if workers == 1:
-        yield None
+def _started(count: int) -> Iterator[_Workers]:
+    """Yield worker processes; where one is enough, none but this one."""
+    if count == 1:
+        yield _Workers(None, 1)
         return
     # Processes are started anew, not forked: tokenizers and pyarrow hold threads and locks.
     pool = ProcessPoolExecutor(
-        workers, mp_context=multiprocessing.get_context("spawn"), initializer=begin_worker
+        count, mp_context=multiprocessing.get_context("spawn"), initializer=begin_worker
     )
     try:
-        yield pool
+        yield _Workers(pool, count)
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -193,20 +201,19 @@ def _work(
     job_work: Callable[[Recipe, Job], Any],
     recipe: Recipe,
     jobs: Sequence[Job],
-    pool: Executor | None,
+    workers: _Workers,
 ) -> Iterator[tuple[Job, Any]]:
     """Yield (job, result) as they end; few jobs are in flight, so that little is in memory."""
-    if pool is None:
+    if workers.pool is None:
         for job in jobs:
             yield job, job_work(recipe, job)
         return
     waiting = deque(jobs)
     running: dict[Future[Any], Job] = {}
-    in_flight = 2 * len(os.sched_getaffinity(0))
     while waiting or running:
-        while waiting and len(running) < in_flight:
+        while waiting and len(running) < 2 * workers.count:
             job = waiting.popleft()
-            running[pool.submit(job_work, recipe, job)] = job
+            running[workers.pool.submit(job_work, recipe, job)] = job
         ended, _ = wait(running, return_when=FIRST_COMPLETED)
         for future in ended:
             yield running.pop(future), future.result()

@@ -44,12 +44,15 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Job:
-    """One shard to make: ``number``, its slice of ``source``, and the records to leave out."""
+    """One shard to make: ``number``, its slice of ``source``, and the records to leave out.
+
+    Shapes: duplicates [records left out], from 0 in the slice.
+    """
 
     number: int
     source: Source
     part: Slice
-    duplicates: frozenset[int] = frozenset()
+    duplicates: npt.NDArray[np.int32] | None = None
 
 
 def begin_worker() -> None:
@@ -118,10 +121,11 @@ def write_shard(recipe: Recipe, job: Job) -> dict[str, Any]:
     encoder = _encoder(recipe.target, recipe.revision, recipe.max_length, recipe.truncation)
     told: Counter[str] = Counter(num_records=0, num_bad=0, num_too_long=0, num_duplicates=0)
     bad: list[bytes] = []
+    repeats = set() if job.duplicates is None else set(job.duplicates.tolist())
     with ShardWriter(recipe.output, shard_name(job.number)) as writer:
         for record in read_slice(job.source, job.part):
             told["num_records"] += 1
-            if record.number - job.part.first - 1 in job.duplicates:
+            if record.number - job.part.first - 1 in repeats:
                 told["num_duplicates"] += 1
                 continue
             problem = _add(writer, encoder, record, (recipe, job))

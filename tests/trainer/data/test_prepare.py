@@ -170,6 +170,15 @@ def test_files_of_others_are_never_written_among(chats: Path, options: Options, 
     (tmp_path / "out" / "thesis.tex").touch()
     with pytest.raises(DataError, match=r"out holds thesis.tex; give a directory of its own"):
         prepare(options(chats))
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.tex"]
+
+
+def test_kill_just_before_the_end_leaves_nothing_that_stays(chats: Path, options: Options):
+    first = prepare(options(chats))
+    (options().output / ".work").mkdir()
+    (options().output / ".work" / "00000.digests").touch()
+    assert prepare(options(chats)) == first
+    assert not (options().output / ".work").exists()
 
 
 def test_input_without_a_usable_chat_is_refused(tmp_path: Path, options: Options):

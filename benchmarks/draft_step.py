@@ -1,6 +1,6 @@
 """One training step of the draft on synthetic hidden states: forward, loss, backward, optimiser.
 
-    python -m benchmarks.draft_step --cases A B C P D [--steps 20] [--profile] [--output FILE]
+    python -m benchmarks.draft_step --cases A B C P D [--variant dflash2] [--loss dpace] [--profile]
 
 Runs the trainer's own ``forward_backward`` and ``apply`` behind its compile gate, with the shapes
 of real drafts and random weights, and the rate of an 8192^3 bf16 product of the same run beside
@@ -15,7 +15,7 @@ import json
 import statistics
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from trainer.compile_gate import CompileGate, GateSettings
-from trainer.contract.config import OptimConfig, TrainConfig
+from trainer.contract.config import LOSSES, VARIANTS, OptimConfig, TrainConfig
 from trainer.data.packing import Batch, Document
 from trainer.model.attention import Attention, FlexAttention, SdpaAttention
 from trainer.model.draft import DraftModel
@@ -62,6 +62,8 @@ class Case:
     block_size: int = 16
     window: int | None = None
     documents: int = 1
+    variant: str = "dflash"
+    loss: str = "decay"
 
 
 _8B = Shapes(4096, 12288, 151936, 32, 8, 128, 1e6, 151669)
@@ -97,6 +99,7 @@ def draft_config(case: Case) -> DraftConfig:
         num_target_layers=64,
         layer_types=(kind,) * 5,
         sliding_window=case.window,
+        variant=case.variant,
     )
 
 
@@ -111,7 +114,9 @@ def train_config(case: Case, device: str) -> TrainConfig:
                 "mask_token_id": case.shapes.mask_token_id,
                 "layer_types": list(draft_config(case).layer_types),
                 "sliding_window": case.window,
+                "variant": case.variant,
             },
+            "loss": {"name": case.loss},
             "run": {"device": device},
         }
     )
@@ -187,7 +192,8 @@ def timed(step: Any, num_warmup: int, num_steps: int, device: str) -> list[float
 
 def run_case(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Measure one case."""
-    case, device = CASES[name], options.device
+    case = replace(CASES[name], variant=options.variant, loss=options.loss)
+    device = options.device
     gate = CompileGate(GateSettings(compile=device != "cpu"))
     try:
         config = train_config(case, device)
@@ -220,6 +226,8 @@ def run_case(name: str, options: argparse.Namespace) -> dict[str, Any]:
     median = statistics.median(times)
     return {
         "case": name,
+        "variant": case.variant,
+        "loss": case.loss,
         "step_ms": round(median, 2),
         "min_ms": round(min(times), 2),
         "anchors_per_s": round(case.rows * case.anchors / median * 1e3),
@@ -261,6 +269,8 @@ def main() -> int:
     parser.add_argument(
         "--cases", nargs="+", choices=sorted(CASES), default=["A", "B", "C", "P", "D"]
     )
+    parser.add_argument("--variant", choices=VARIANTS, default="dflash")
+    parser.add_argument("--loss", choices=LOSSES, default="decay")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=5)

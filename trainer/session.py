@@ -81,11 +81,7 @@ class Session:
 
     def _train(self) -> tuple[str, TrainerExit]:
         config, metrics = self._config, self._metrics
-        metrics.phase("data", path=config.data.path)
-        data = assembly.Data.load(self._manifest, config)
-        if data.dataset.num_bad:
-            worst = "; ".join(str(bad) for bad in data.dataset.bad_lines[:3])
-            metrics.warning(f"{data.dataset.num_bad} lines of {config.data.path} skipped: {worst}")
+        data = self._read_data()
         prompts = read_prompt_sets(config, data, metrics)
         steps = assembly.step_range(config, data.plan, len(self._devices.drafters))
         coverage = data.coverage(config)
@@ -123,6 +119,15 @@ class Session:
             card = describe(self._run_dir, draft.config, weights)
             export_draft(draft, self._run_dir / "export", config.target, card=card)
         return "finished", TrainerExit.FINISHED
+
+    def _read_data(self) -> assembly.Data:
+        path = self._config.data.path
+        self._metrics.phase("data", path=path)
+        data = assembly.Data.load(self._manifest, self._config)
+        if data.dataset.num_bad:
+            worst = "; ".join(str(bad) for bad in data.dataset.bad_lines[:3])
+            self._metrics.warning(f"{data.dataset.num_bad} lines of {path} skipped: {worst}")
+        return data
 
     def _build(self, data: assembly.Data, target: Target, steps: StepRange) -> list[Replica]:
         config, state = self._config, self._state.load()
@@ -198,7 +203,21 @@ class Session:
             abandon=abandon,
             report=self._metrics.warning,
         )
-        cache, counter = FeatureCache(config.target.cache_bytes), IndexCounter(first, stop)
+        counter = IndexCounter(first, stop)
+        self._add_targets(supervisor, data, targets, counter, channel)
+        self._add_drafters(supervisor, replicas, steps, channel, sync)
+        self._metrics.phase("train", step=steps.first, num_steps=steps.num_steps)
+        supervisor.run_all()
+
+    def _add_targets(
+        self,
+        supervisor: Supervisor,
+        data: assembly.Data,
+        targets: dict[str, Target],
+        counter: IndexCounter,
+        channel: OrderedChannel[Prepared],
+    ) -> None:
+        cache = FeatureCache(self._config.target.cache_bytes)
         for number, device in enumerate(self._devices.targets):
             worker = TargetWorker(
                 target=targets[str(device)],
@@ -207,13 +226,21 @@ class Session:
                 counter=counter,
                 channel=channel,
                 gate=self._gate,
-                cpu_threads=config.run.cpu_threads,
+                cpu_threads=self._config.run.cpu_threads,
             )
             supervisor.add(f"target-{number}", worker.run)
 
+    def _add_drafters(
+        self,
+        supervisor: Supervisor,
+        replicas: list[Replica],
+        steps: StepRange,
+        channel: OrderedChannel[Prepared],
+        sync: GradientSync,
+    ) -> None:
         def on_step(done: StepDone, pulse: Pulse) -> None:
             self._stepped(done, channel)
-            if done.num_done % config.run.checkpoint_every_steps == 0:
+            if done.num_done % self._config.run.checkpoint_every_steps == 0:
                 self._state.save_if_possible(replicas[0], steps)
             if self._evaluator is not None:
                 self._evaluator.evaluate_when_due(replicas[0], steps, pulse)
@@ -225,14 +252,12 @@ class Session:
                 channel=channel,
                 sync=sync,
                 gate=self._gate,
-                config=config,
+                config=self._config,
                 stop=self._stop,
                 on_step=on_step,
                 run_dir=self._run_dir,
             )
             supervisor.add(f"drafter-{replica.rank}", drafter.run)
-        self._metrics.phase("train", step=steps.first, num_steps=steps.num_steps)
-        supervisor.run_all()
 
     def _stepped(self, done: StepDone, channel: OrderedChannel[Prepared]) -> None:
         self._state.count(done)

@@ -80,7 +80,8 @@ def _to_speculators(
             f"{source}: the speculators layout holds the target's embedding and head;"
             " name the target's directory with --target"
         )
-    made = speculators.to_speculators(raw, target, verifier or str(target.directory))
+    named = verifier or str(target.directory)
+    made = speculators.to_speculators(raw, target, named, source / CONFIG)
     tensors = TensorFiles(source).read_all()
     refuse(tensor_problems(tensors, tensor_shapes(config), config.dtype), str(source))
     rows = (config.vocab_size, config.hidden_size)

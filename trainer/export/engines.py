@@ -211,7 +211,7 @@ def _last_tap(subject: Subject, *, sglang: bool = False) -> Iterator[Finding]:
     last = draft.num_target_layers - 1
     where = f"{CONFIG}: dflash_config.target_layer_ids"
     fix = "train with taps below the last layer (the published rule ends three before)"
-    told = f"{last} is the target's last layer: engines may give its output after the final norm"
+    told = f"{last} is the target's last layer: engines capture what enters the layer after a tap"
     if sglang:
         told = f"{last} is the target's last layer: SGLang ends with an IndexError"
     yield Finding(FAIL, "last tap", told, where, fix, (46, 41))

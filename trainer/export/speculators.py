@@ -88,17 +88,22 @@ def refusals(raw: Mapping[str, Any]) -> list[str]:
     return [text for bad, text in told if bad]
 
 
-def to_speculators(raw: Mapping[str, Any], target: TargetFiles, verifier: str) -> dict[str, Any]:
-    """Return the speculators config.json of a z-lab one.
+def to_speculators(
+    raw: Mapping[str, Any], target: TargetFiles, verifier: str, where: Path
+) -> dict[str, Any]:
+    """Return the speculators config.json of the z-lab one at ``where``.
 
     ``verifier`` is the target's hub id or path, which readers of the directory load.
 
     Raises: CheckpointError naming every key that cannot be represented.
     """
+    config = draft_config(raw, where)
     refused = refusals(raw)
     if refused:
-        raise CheckpointError(f"not representable as speculators: {'; '.join(refused)}")
-    config = draft_config(raw, Path("config.json"))
+        told = "; ".join(refused)
+        raise CheckpointError(
+            f"{where}: not representable as speculators: {told}; serve the z-lab layout itself"
+        )
     size = config.block_size
     layers = {key: value for key, value in raw.items() if key not in _METHOD_KEYS}
     return {

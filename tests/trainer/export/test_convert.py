@@ -116,7 +116,7 @@ def test_what_the_library_changed_wins_on_the_way_back(
     assert block_causality(back) == {"sliding_attention": False, "full_attention": False}
 
 
-# As speculators 0.9.0 wrote it, converting a draft of SHAPE and MIXED with its own converter.
+# The keys that speculators 0.9.0 writes when its own converter takes a draft of SHAPE and MIXED.
 LIBRARY: dict[str, Any] = {
     "architectures": ["DFlashDraftModel"],
     "auto_map": {"": "config.DFlashSpeculatorConfig"},

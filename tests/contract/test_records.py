@@ -56,7 +56,7 @@ def test_status_and_signal_name_the_state(rc: int | None, number: int | None, st
 
 
 def test_exit_statuses_of_the_trainer_are_fixed() -> None:
-    assert [int(status) for status in TrainerExit] == [0, 1, 2, 10]
+    assert [int(status) for status in TrainerExit] == [0, 1, 2, 7, 10]
 
 
 def _record(pid: int, ticks: int, **values: object) -> ProcessRecord:

@@ -5,6 +5,7 @@ the settings and the input, so entries and what they were made with cannot part.
 (the line to write), ``refused`` (never asked again) or ``given-up`` (asked again by the next run).
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -32,15 +33,15 @@ class Journal:
 
     def __init__(self, path: Path, num_lines: int) -> None:
         self.path = path
-        self._file = path.open("a+b")
+        self._end = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._end, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self._file.close()
+            os.close(self._end)
             raise DataError(f"{path}: another regenerate is at work on the same output") from None
         self._offsets = array("q", [-1]) * (num_lines + 1)
         self._kinds = bytearray(num_lines + 1)
-        self._unsynced = 0
+        self._unsynced = False
         self.settings: dict[str, Any] | None = None
         self._load()
 
@@ -55,61 +56,76 @@ class Journal:
 
     def begin(self, settings: dict[str, Any]) -> None:
         """Start anew with these settings; whatever was written is dropped."""
-        self._file.truncate(0)
+        os.ftruncate(self._end, 0)
         self._write(_SETTINGS + json.dumps(settings, sort_keys=True).encode() + b"\n")
         self.sync()
         sync(self.path.parent)
         self.settings = settings
 
     def append(self, number: int, kind: str, value: Any) -> None:
-        """Write the entry of a line; it replaces an earlier one."""
-        self._note(number, kind.encode(), self._file.seek(0, os.SEEK_END))
-        self._write(f"{number} {kind} ".encode() + encode(value) + b"\n")
+        """Write the entry of a line; it replaces an earlier one. Raises: OSError, as if nothing."""
+        offset = self._write(f"{number} {kind} ".encode() + encode(value) + b"\n")
+        self._note(number, kind.encode(), offset)
 
     def sync(self) -> None:
         """Make everything that was appended outlast a crash of the machine."""
         if self._unsynced:
-            os.fsync(self._file.fileno())
-            self._unsynced = 0
+            os.fsync(self._end)
+            self._unsynced = False
 
-    def entries(self) -> Iterator[tuple[int, str, bytes]]:
-        """Yield (number, kind, JSON) of every line that has an entry, in the input's order.
+    def entries(self) -> Iterator[tuple[int, str, dict[str, Any]]]:
+        """Yield (number, kind, value) of every line that has an entry, in the input's order.
 
         Raises: DataError when an entry is damaged.
         """
-        for number, offset in enumerate(self._offsets):
-            if offset < 0:
-                continue
-            self._file.seek(offset)
-            line = self._file.readline()
-            match = _ENTRY.match(line)
-            if match is None or int(match[1]) != number or not line.endswith(b"\n"):
-                raise DataError(f"{self.path}: the entry of line {number} is damaged")
-            yield number, match[2].decode(), line[match.end() : -1]
+        with self.path.open("rb") as stream:
+            for number, offset in enumerate(self._offsets):
+                if offset >= 0:
+                    stream.seek(offset)
+                    yield number, *self._read_entry(number, stream.readline())
 
     def close(self) -> None:
         """Sync and let go of the file."""
         self.sync()
-        self._file.close()
+        os.close(self._end)
 
-    def _write(self, data: bytes) -> None:
-        self._file.write(data)
-        self._file.flush()
-        self._unsynced += 1
+    def _read_entry(self, number: int, line: bytes) -> tuple[str, dict[str, Any]]:
+        match = _ENTRY.match(line)
+        try:
+            if match is not None and int(match[1]) == number:
+                return match[2].decode(), dict(json.loads(line[match.end() :]))
+        except (ValueError, TypeError):
+            pass
+        raise DataError(
+            f"{self.path}: the entry of line {number} is damaged; remove that line of the journal"
+            " and run the same command again"
+        )
+
+    def _write(self, data: bytes) -> int:
+        """Append whole lines and return where; what a full disk cut is taken back."""
+        offset = os.lseek(self._end, 0, os.SEEK_END)
+        self._unsynced = True
+        try:
+            if os.write(self._end, data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            os.ftruncate(self._end, offset)
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
+        return offset
 
     def _load(self) -> None:
         """Find every whole entry, and cut off a last line that a kill left unfinished."""
-        self._file.seek(0)
         offset = 0
-        for line in self._file:
-            if not line.endswith(b"\n"):
-                self._file.truncate(offset)
-                break
-            if offset == 0 and line.startswith(_SETTINGS):
-                self.settings = self._read_settings(line[len(_SETTINGS) :])
-            elif (match := _ENTRY.match(line)) and int(match[1]) < len(self._kinds):
-                self._note(int(match[1]), match[2], offset)
-            offset += len(line)
+        with self.path.open("rb") as stream:
+            for line in stream:
+                if not line.endswith(b"\n"):
+                    os.ftruncate(self._end, offset)
+                    break
+                if offset == 0 and line.startswith(_SETTINGS):
+                    self.settings = self._read_settings(line[len(_SETTINGS) :])
+                elif (match := _ENTRY.match(line)) and int(match[1]) < len(self._kinds):
+                    self._note(int(match[1]), match[2], offset)
+                offset += len(line)
 
     def _read_settings(self, text: bytes) -> dict[str, Any]:
         try:

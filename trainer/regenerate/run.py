@@ -110,7 +110,7 @@ class _Run:
         self._journal = journal
         settled = sum(journal.is_settled(n) for n in range(1, facts.num_lines + 1))
         self._progress = Progress(facts.num_chats, settled)
-        self._num_answered = 0
+        self._any_answer = journal.has_answers
         self._early_refusals: list[tuple[int, dict[str, str]]] = []
         self._settings = options.sampling.digest
         self._server_version: str | None = None
@@ -142,13 +142,13 @@ class _Run:
         counts["answer_tokens"] = 0
         output = _Partial(self._files.output)
         rejected = _Partial(self._files.rejected)
-        for number, kind, text in self._journal.entries():
+        for number, kind, value in self._journal.entries():
             if kind == ANSWER:
-                _count(counts, json.loads(text))
-                output.write(text + b"\n")
+                _count(counts, value)
+                output.write(encode(value) + b"\n")
             else:
                 counts["rejected" if kind == REFUSED else "given_up"] += 1
-                rejected.write(encode({"line": number} | json.loads(text)) + b"\n")
+                rejected.write(encode({"line": number} | value) + b"\n")
         if not counts["answered"]:
             output.finish(keep=False)
             rejected.finish()
@@ -209,7 +209,7 @@ class _Run:
                 self._refuse_answer(chat, f"answer {turn + 1}: {error}")
                 return
             self._progress.answered(reply)
-            self._num_answered += 1
+            self._any_answer = True
             replies.append(reply)
             if reply.cut:
                 break
@@ -233,7 +233,7 @@ class _Run:
     def _refuse_answer(self, chat: Chat, reason: str) -> None:
         """Note a refusal of the server; before its first answer it may mean all conversations."""
         told = {"id": chat.id, "reason": reason}
-        if self._num_answered:
+        if self._any_answer:
             self._refuse(chat.number, told)
             return
         self._early_refusals.append((chat.number, told))

@@ -1,11 +1,13 @@
 """Busy, failing and vanishing servers, and kills of `trainer regenerate` itself."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from email.utils import formatdate
 from pathlib import Path
@@ -130,11 +132,13 @@ def test_answers_by_another_model_under_the_same_name_are_refused(
         regenerate(options)
 
 
-def _process(chat_server: ChatServer, source: Path, output: Path) -> "subprocess.Popen[str]":
-    argv = [sys.executable, "-m", "trainer", "regenerate", "--model", "tiny"]
+def _process(
+    chat_server: ChatServer, source: Path, output: Path, wrapper: Sequence[str] = ()
+) -> "subprocess.Popen[str]":
+    argv = [*wrapper, sys.executable, "-m", "trainer", "regenerate", "--model", "tiny"]
     argv += ["--input", str(source), "--output", str(output), "--concurrency", "4"]
     argv += ["--base-url", chat_server.base_url, "--temperature", "0"]
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, env=environment)
 
 
@@ -231,6 +235,23 @@ def test_line_that_a_kill_left_unfinished_is_cut_off_and_asked_again(
     regenerate(options)
     assert chat_server.prompts() == ["question 2", "question 3", "question 4"]
     assert [r["id"] for r in read_lines(options.output)] == [f"q{n}" for n in range(5)]
+
+
+def test_full_disk_is_told_and_what_was_cut_is_asked_again(chat_server: ChatServer, tmp_path: Path):
+    source, output = write_chats(tmp_path / "in.jsonl", questions(40)), tmp_path / "out.jsonl"
+    # No file may be larger than 4 KiB: the journal is full after about 15 answers.
+    full = _process(chat_server, source, output, ["bash", "-c", 'ulimit -f 4; exec "$@"', "-"])
+    _, stderr = full.communicate(timeout=25)
+    assert full.returncode == 1
+    assert re.match(
+        r"error: OSError: \[Errno 2[78]\] .*out\.jsonl\.journal", stderr.splitlines()[1]
+    )
+    answered = _answered_lines(output)
+    assert 5 < len(answered) < 40
+    chat_server.asked.clear()
+    _finish(_process(chat_server, source, output))
+    assert len(chat_server.asked) == 40 - len(answered)
+    assert [r["id"] for r in read_lines(output)] == [f"q{n}" for n in range(40)]
 
 
 def test_second_process_on_the_same_output_is_refused(make_options: MakeOptions):

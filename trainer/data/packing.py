@@ -223,7 +223,8 @@ class BatchMaker:
 
     def __init__(self, dataset: Dataset, plan: BatchPlan, config: TrainConfig) -> None:
         dataset.check_mask_token(config.draft.mask_token_id)
-        self._dataset, self._plan, self._config = dataset, plan, config
+        self._samples, self._lengths = dataset.samples, dataset.lengths
+        self._plan, self._config = plan, config
 
     def make(self, index: int) -> Batch:
         """Return batch ``index``, on the CPU."""
@@ -236,7 +237,7 @@ class BatchMaker:
         ids, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         mask, owner = np.zeros(shape, np.bool_), np.full(shape, -1, np.int32)
         for number, document in enumerate(documents):
-            sample = self._dataset.samples[document.sample_id]
+            sample = self._samples[document.sample_id]
             place = document.row, slice(document.start, document.start + document.length)
             ids[place], mask[place], owner[place] = sample.input_ids, sample.loss_mask, number
             positions[place] = np.arange(document.length)
@@ -260,10 +261,10 @@ class BatchMaker:
         documents: list[Document] = []
         for number, row in enumerate(rows):
             start = 0
-            for position in row:
-                sample = self._dataset.samples[position]
-                documents.append(Document(sample.sample_id, number, start, len(sample.input_ids)))
-                start += len(sample.input_ids)
+            for sample_id in row:
+                length = int(self._lengths[sample_id])
+                documents.append(Document(sample_id, number, start, length))
+                start += length
         return tuple(documents)
 
 

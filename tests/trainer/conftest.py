@@ -47,6 +47,12 @@ def write_word_tokenizer(path: Path) -> None:
 def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of a random Llama of 6 layers, width 32, with a tokenizer of 40 words."""
     path = tmp_path_factory.mktemp("target")
+    write_target(path)
+    return path
+
+
+def write_target(path: Path) -> None:
+    """Write the random Llama and its tokenizer into a directory."""
     write_word_tokenizer(path)
     torch.manual_seed(7)
     model = LlamaForCausalLM(
@@ -65,13 +71,18 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
     )
     model.save_pretrained(path)
-    return path
 
 
 @pytest.fixture(scope="session")
 def tiny_chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """JSONL of 24 chats whose answers count upwards."""
     path = tmp_path_factory.mktemp("data") / "chats.jsonl"
+    write_chats(path)
+    return path
+
+
+def write_chats(path: Path) -> None:
+    """Write the 24 chats as JSONL."""
     draw = random.Random(5)
     lines = []
     for number in range(24):
@@ -84,7 +95,19 @@ def tiny_chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ]
         lines.append(json.dumps({"id": f"chat-{number}", "messages": messages}))
     path.write_text("\n".join(lines) + "\n")
-    return path
+
+
+def write_run(root: Path) -> Path:
+    """Make target, chats and a run directory below ``root``, for programs that are no test."""
+    target, chats, run_dir = root / "target", root / "chats.jsonl", root / "runs" / "tiny"
+    for directory in (target, run_dir):
+        directory.mkdir(parents=True)
+    write_target(target)
+    write_chats(chats)
+    config = TrainConfig.from_dict(_settings(target, chats))
+    manifest = _manifest(run_dir, config, ["target", "drafter"])
+    (run_dir / "manifest.json").write_text(manifest.to_json())
+    return run_dir
 
 
 MakeRun = Callable[..., Path]

@@ -141,7 +141,7 @@ def resume_guard(subject: Subject) -> str:
     state.check_identity(identity(config))
     for name, changed in changes.items():
         try:
-            state.check_identity(identity(changed))
+            state.check_identity(identity(changed), assembly.may_change)
         except CheckpointError as error:
             if name not in str(error):
                 raise FaultFoundError(f"a changed {name} is refused without its name") from error

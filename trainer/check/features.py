@@ -14,7 +14,9 @@ from trainer import assembly
 from trainer.check.findings import FaultFoundError, NotApplicableError
 from trainer.check.subject import Subject, make_batch
 from trainer.data.packing import Batch
+from trainer.errors import TargetError
 from trainer.model.attention import SdpaAttention
+from trainer.model.batching import settle_batching
 from trainer.model.target import Target
 from trainer.optim import Schedule
 from trainer.workers.target import FeatureCache, batch_features
@@ -32,9 +34,9 @@ def target_loads(subject: Subject) -> str:
     """Build or load the target that the other checks look at."""
     target = subject.target
     kind = "miniature of the same class" if subject.fast else "the target itself"
-    kinds = sorted(set(getattr(target.text_config, "layer_types", None) or ["full_attention"]))
+    kinds = ", ".join(sorted(target.layer_kinds))
     return (
-        f"{type(target.model).__name__}, {kind}: {target.num_layers} layers ({', '.join(kinds)}),"
+        f"{type(target.model).__name__}, {kind}: {target.num_layers} layers ({kinds}),"
         f" {_dtype(target)}, on {target.device}"
     )
 
@@ -123,6 +125,11 @@ def _nearest(found: Tensor, outputs: list[Tensor], states: Any) -> str:
 def batch_isolation(subject: Subject) -> str:
     """Features in the batch layout of the run equal those of each document alone."""
     target = subject.target
+    try:
+        settled = settle_batching(target, subject.config.target.batching)
+    except TargetError as error:
+        where, fix = "train.yaml: target.batching", "set target.batching to rows, or to auto"
+        raise FaultFoundError(str(error), where=where, fix=fix) from error
     batch = _run_batch(subject)
     found = batch_features(target, batch, FeatureCache(0))
     documents = batch.document_tokens()
@@ -144,7 +151,11 @@ def batch_isolation(subject: Subject) -> str:
         raise FaultFoundError(
             f"{told}: other tokens in one document move the features of another by {moved:.2g}"
         )
-    return f"{told}: within {worst:.1g} of each alone ({_dtype(target)} allows {limit:g})"
+    kernels = ", ".join(f"{name} {how}" for name, how in sorted(settled.kernels.items()))
+    return (
+        f"{told} as {settled.batching}: within {worst:.1g} of each alone ({_dtype(target)} allows"
+        f" {limit:g}; {kernels})"
+    )
 
 
 def _run_batch(subject: Subject) -> Batch:
@@ -193,7 +204,7 @@ def head_identity(subject: Subject) -> str:
     for name, mine, theirs in zip(("embedding", "lm_head"), held, own, strict=True):
         if mine.data_ptr() != theirs.data_ptr() or not torch.equal(mine, theirs):
             raise FaultFoundError(f"the {name} that trains is not the target's tensor")
-    says, tied = bool(subject.known.get_text_config().tie_word_embeddings), held[0] is held[1]
+    says, tied = subject.tied, held[0] is held[1]
     if says != tied:
         raise FaultFoundError(
             f"config.json says tie_word_embeddings {str(says).lower()}, the loaded head is"
@@ -288,8 +299,7 @@ def _error(found: Tensor, wanted: Tensor) -> float:
 def weights_on_disk(subject: Subject) -> str:
     """The files hold the head that config.json promises; nothing would be made up at loading."""
     names = _tensor_names(subject)
-    tied = bool(subject.written.get("tie_word_embeddings", False))
-    tied = tied or bool(subject.known.get_text_config().tie_word_embeddings)
+    tied = subject.tied
     heads = [name for name in names if name.endswith(_HEAD_NAMES)]
     tables = [name for name in names if name.endswith(_EMBEDDING_NAMES)]
     if not tables:

@@ -62,55 +62,35 @@ CHECKS = (
         "copy the model again, whole",
     ),
     Check("target", features.target_loads, ("draft-shape",), "target.path", (15, 39)),
-    Check(
-        "layer-offset",
-        features.layer_offset,
-        ("target",),
-        "trainer/model/target.py",
-        (5, 22, 41, 42),
+    *(
+        Check(name, look, ("target",), f"trainer/{where}", faults)
+        for name, look, where, faults in (
+            ("layer-offset", features.layer_offset, "model/target.py", (5, 22, 41, 42)),
+            ("batch-isolation", features.batch_isolation, "workers/target.py", (9, 25)),
+            ("serve-features", features.serve_features, "model/target.py", (4, 25)),
+            ("head-identity", features.head_identity, "model/target.py", (1, 44)),
+            ("tap-count", features.tap_count, "model/draft.py", (42,)),
+            ("rope", parity.rope, "model/draft_config.py", (25,)),
+            ("positions", parity.positions, "data/packing.py", (4, 20)),
+            ("anchors", objective.anchors, "data/anchors.py", (6, 21)),
+            ("slots", objective.slots, "loss.py", (1, 8, 24, 46)),
+            ("weights", objective.weights, "loss.py", (6, 20, 36)),
+            ("loss", objective.loss_value, "loss.py", (1, 8, 23)),
+            ("hits", objective.counted_hits, "model/variants", (4, 5)),
+            ("strict-context", isolation.strict_context, "model/masks.py", (4, 5)),
+            ("documents", isolation.document_isolation, "model/masks.py", (20,)),
+            ("blocks", isolation.block_isolation, "model/masks.py", (2,)),
+            ("padding", isolation.padded_blocks, "model/masks.py", (33,)),
+            ("causal", isolation.causal_flag, "model/masks.py", (3, 43)),
+            ("window", isolation.window_edge, "model/masks.py", (43,)),
+            ("mask-table", isolation.mask_table, "model/masks.py", (2, 3, 4, 20, 43)),
+            ("backends", isolation.backends_agree, "model/attention.py", (17, 18)),
+            ("forward-equals-decode", parity.forward_equals_decode, "model/draft.py", (4, 25, 43)),
+            ("dtypes", artifact.dtypes, "optim.py", (45, 47)),
+            ("export", artifact.export_round_trip, "export", (16, 42, 46)),
+            ("resume-guard", artifact.resume_guard, "assembly.py", (34,)),
+        )
     ),
-    Check(
-        "batch-isolation",
-        features.batch_isolation,
-        ("target",),
-        "trainer/workers/target.py",
-        (9, 25),
-    ),
-    Check(
-        "serve-features", features.serve_features, ("target",), "trainer/model/target.py", (4, 25)
-    ),
-    Check("head-identity", features.head_identity, ("target",), "trainer/model/target.py", (1, 44)),
-    Check("tap-count", features.tap_count, ("target",), "trainer/model/draft.py", (42,)),
-    Check("rope", parity.rope, ("draft-shape",), "trainer/model/draft.py", (25,)),
-    Check("positions", parity.positions, ("target",), "trainer/data/packing.py", (4, 20)),
-    Check("anchors", objective.anchors, ("target",), "trainer/data/anchors.py", (6, 21)),
-    Check("slots", objective.slots, ("target",), "trainer/loss.py", (1, 8, 24, 46)),
-    Check("weights", objective.weights, ("target",), "trainer/loss.py", (6, 20, 36)),
-    Check("loss", objective.loss_value, ("target",), "trainer/loss.py", (1, 8, 23)),
-    Check(
-        "strict-context", isolation.strict_context, ("target",), "trainer/model/masks.py", (4, 5)
-    ),
-    Check("documents", isolation.document_isolation, ("target",), "trainer/model/masks.py", (20,)),
-    Check("blocks", isolation.block_isolation, ("target",), "trainer/model/masks.py", (2,)),
-    Check("padding", isolation.padded_blocks, ("target",), "trainer/model/masks.py", (33,)),
-    Check("causal", isolation.causal_flag, ("target",), "trainer/model/masks.py", (3, 43)),
-    Check("window", isolation.window_edge, ("target",), "trainer/model/masks.py", (43,)),
-    Check(
-        "mask-table", isolation.mask_table, ("target",), "trainer/model/masks.py", (2, 3, 4, 20, 43)
-    ),
-    Check(
-        "backends", isolation.backends_agree, ("target",), "trainer/model/attention.py", (17, 18)
-    ),
-    Check(
-        "forward-equals-decode",
-        parity.forward_equals_decode,
-        ("target",),
-        "trainer/model/draft.py",
-        (4, 5, 25, 43),
-    ),
-    Check("dtypes", artifact.dtypes, ("target",), "trainer/optim.py", (45, 47)),
-    Check("export", artifact.export_round_trip, ("target",), "trainer/export", (16, 42, 46)),
-    Check("resume-guard", artifact.resume_guard, ("target",), "trainer/assembly.py", (34,)),
 )
 
 
@@ -175,6 +155,7 @@ def _broken(error: Exception) -> FaultFoundError:
         for frame in traceback.extract_tb(error.__traceback__)
         if Path(frame.filename).is_relative_to(root / "trainer")
     ]
+    frames = [name for name in frames if not name.startswith("trainer/check/")] or frames
     text = " ".join(str(error).split()) or type(error).__name__
     known = type(error).__module__.startswith("trainer.")
     return FaultFoundError(

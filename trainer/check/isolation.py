@@ -9,13 +9,14 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from trainer.check.findings import FaultFoundError, NotApplicableError
 from trainer.check.subject import Scene, Subject
 from trainer.loss import block_hidden
-from trainer.model.attention import FlexAttention
+from trainer.model.attention import FlexAttention, Mask
 from trainer.model.draft import DraftModel
-from trainer.model.masks import SLIDING, BlockLayout
+from trainer.model.masks import SLIDING, TILE, BlockLayout
 
 _BACKENDS_AGREE = 1e-4
 
@@ -32,17 +33,28 @@ def run_blocks(draft: DraftModel, scene: Scene, hidden: Tensor | None = None) ->
 def run_embeddings(draft: DraftModel, scene: Scene, embeddings: Tensor) -> Tensor:
     """Run the blocks on other inputs than their tokens'. Shapes: [1, N, B, D] -> [N, B, D]."""
     batch, targets = scene.batch, scene.targets
-    layout = BlockLayout.of(
-        batch.anchor_positions, batch.anchor_keep, batch.document_ids, batch.position_ids
-    )
     out: Tensor = draft(
         embeddings.flatten(1, 2),
         scene.hidden,
         batch.position_ids,
         targets.position_ids.flatten(1),
-        draft.attention.masks(layout, draft.config.rules),
+        masks_of(draft, scene),
     )
     return out.view(embeddings.shape)[0][batch.anchor_keep[0]]
+
+
+def masks_of(draft: DraftModel, scene: Scene) -> dict[str, Mask]:
+    """Return the masks of the scene's blocks, as the loss makes them."""
+    batch = scene.batch
+    layout = BlockLayout.of(
+        batch.anchor_positions, batch.anchor_keep, batch.document_ids, batch.position_ids
+    )
+    return draft.attention.masks(layout, draft.config.rules)
+
+
+def _all_see(mask: Mask) -> bool:
+    """Say whether every slot sees at least one key; masks on the CPU are dense."""
+    return isinstance(mask, Tensor) and bool(mask.any(-1).all())
 
 
 def kept_anchors(scene: Scene) -> Tensor:
@@ -156,9 +168,10 @@ def padded_blocks(subject: Subject) -> str:
     keep = scene.batch.anchor_keep[0]
     with torch.no_grad():
         out = block_hidden(draft, scene.embedding, scene.batch, scene.targets, scene.hidden)[0]
-    if not bool(torch.isfinite(out).all()):
+    blind = [kind for kind, mask in masks_of(draft, scene).items() if not _all_see(mask)]
+    if blind or not bool(torch.isfinite(out).all()):
         raise FaultFoundError(
-            "a block gives NaN: a slot without any visible key makes its softmax NaN"
+            f"a slot sees no key at all ({', '.join(blind)}): some backends make NaN of it"
         )
     if float(scene.targets.weights[0][~keep].abs().sum()) != 0:
         raise FaultFoundError("a padded block weighs something in the loss")
@@ -251,10 +264,7 @@ def mask_table(subject: Subject) -> str:
     """Every query and key of some blocks, against the rule written out in plain loops."""
     scene, draft = subject.scene, subject.draft
     batch = scene.batch
-    layout = BlockLayout.of(
-        batch.anchor_positions, batch.anchor_keep, batch.document_ids, batch.position_ids
-    )
-    masks = draft.attention.masks(layout, draft.config.rules)
+    masks = masks_of(draft, scene)
     size, length = draft.config.block_size, batch.input_ids.shape[1]
     count = batch.anchor_positions.shape[1]
     blocks = sorted({0, 1, count // 4, count // 3, count // 2, count - 1})
@@ -299,13 +309,42 @@ def _rule(subject: Subject, kind: str, scene: Scene) -> Callable[[int, int, int]
 
 def backends_agree(subject: Subject) -> str:
     """Block-sparse flex attention, which GPUs train with, gives what dense attention gives."""
-    scene, draft = subject.scene, subject.small_draft()
-    dense = run_blocks(draft, scene)
+    scene, draft = subject.wide_scene, subject.small_draft()
+    dense, dense_masks = run_blocks(draft, scene), masks_of(draft, scene)
     draft.attention = FlexAttention(None)
+    for kind, tiles in masks_of(draft, scene).items():
+        _compare_tiles(kind, tiles, dense_masks[kind])
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*flex_attention called without torch.compile")
         sparse = run_blocks(draft, scene)
     error = float((dense - sparse).abs().max())
     if not error <= _BACKENDS_AGREE:
         raise FaultFoundError(f"flex and dense attention differ by {error:.2g} in fp32")
-    return f"flex and dense attention agree within {error:.1g}"
+    return f"flex and dense attention agree within {error:.1g}, and tile by tile"
+
+
+def _compare_tiles(kind: str, tiles: Mask, dense: Mask) -> None:
+    """Every visible pair lies in a tile that a kernel looks at, and full tiles hold no other."""
+    assert isinstance(tiles, BlockMask)  # noqa: S101 - made by FlexAttention
+    assert isinstance(dense, Tensor)  # noqa: S101 - made by SdpaAttention
+    looked_at, full = torch.zeros_like(dense[0, 0]), torch.zeros_like(dense[0, 0])
+    kinds = (
+        (tiles.kv_num_blocks, tiles.kv_indices, (looked_at,)),
+        (tiles.full_kv_num_blocks, tiles.full_kv_indices, (looked_at, full)),
+    )
+    for counts, indices, marked in kinds:
+        if counts is None or indices is None:
+            continue
+        for row, count in enumerate(counts[0, 0].tolist()):
+            for column in indices[0, 0, row, :count].tolist():
+                for mark in marked:
+                    mark[_tile(row), _tile(column)] = True
+    missed, wrong = dense[0, 0] & ~looked_at, full & ~dense[0, 0]
+    for pairs, what in ((missed, "is in no tile"), (wrong, "is hidden, but in a full tile")):
+        if bool(pairs.any()):
+            query, key = pairs.nonzero()[0].tolist()
+            raise FaultFoundError(f"{kind}: the pair of query {query} and key {key} {what}")
+
+
+def _tile(number: int) -> slice:
+    return slice(number * TILE, (number + 1) * TILE)

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from trainer.check.findings import NotApplicableError
+from trainer.model.target import model_class
 
 _HEADS = 4
 _HIDDEN = 64
@@ -92,19 +93,41 @@ def _heads(raw: Mapping[str, Any]) -> tuple[int, int]:
     return (heads, 2) if own_kv > 1 and heads == _HEADS else (heads, 1)
 
 
-def build_miniature(text: Any, num_layers: int, seed: int) -> Any:
-    """Return a random fp32 model of the class that the target's text configuration stands for.
+def build_miniature(known: Any, num_layers: int, seed: int) -> Any:
+    """Return a random fp32 model of the class that the target's configuration stands for.
 
     Raises: NotApplicableError when this architecture cannot be cut small.
     """
+    loader, text = model_class(known), known.get_text_config()
     try:
         config = type(text).from_dict(cut_settings(text, num_layers))
+        if loader is not AutoModelForCausalLM:
+            config = _wrapped(known, config)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            make = loader.from_config if loader is AutoModelForCausalLM else loader._from_config
+            model = make(config, dtype=torch.float32)
     except Exception as error:  # a configuration may refuse in any way; the full check remains
         raise NotApplicableError(
-            f"a {type(text).__name__} cannot be cut small ({type(error).__name__}: {error});"
+            f"a {type(known).__name__} cannot be cut small ({type(error).__name__}: {error});"
             " the check without --fast takes the target itself"
         ) from error
     return model.eval()
+
+
+def _wrapped(known: Any, text: Any) -> Any:
+    """Return the whole configuration around a cut text part; its other parts are cut as well."""
+    raw: dict[str, Any] = known.to_dict()
+    for name in known.sub_configs:
+        part = getattr(known, name, None)
+        if part is known.get_text_config():
+            raw[name] = text.to_dict()
+        elif part is not None:
+            raw[name] = _cut_part(part.to_dict())
+    return type(known).from_dict(raw)
+
+
+def _cut_part(raw: dict[str, Any]) -> dict[str, Any]:
+    """Make a part that no text passes through as small as it goes."""
+    cuts = {"depth": 1, "num_hidden_layers": 1, "deepstack_visual_indexes": [0]}
+    return raw | {name: value for name, value in cuts.items() if name in raw}

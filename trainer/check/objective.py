@@ -2,6 +2,7 @@
 
 import math
 from contextlib import closing
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -11,7 +12,7 @@ from trainer import assembly
 from trainer.check.findings import FaultFoundError
 from trainer.check.subject import Scene, Subject
 from trainer.compile_gate import CompileGate
-from trainer.loss import LossSums, block_hidden
+from trainer.loss import LossSums, block_hidden, draft_loss
 from trainer.model.attention import SdpaAttention
 from trainer.optim import Schedule
 from trainer.workers.drafter import Replica, forward_backward
@@ -95,7 +96,7 @@ def anchors(subject: Subject) -> str:
 
 def loss_value(subject: Subject) -> str:
     """The loss is that of the target's head on the draft's states, divided by the weights' sum."""
-    scene = subject.scene
+    scene = subject.sparse_scene
     replica = _replica(subject)
     sums = _train(subject, replica)
     grads = replica.optimizer.flat_grad.clone()
@@ -126,15 +127,49 @@ def loss_value(subject: Subject) -> str:
     return told
 
 
+def counted_hits(subject: Subject) -> str:
+    """What training counts as a right guess is what decoding drafts, token after token."""
+    scene, draft, head = subject.scene, subject.draft, subject.miniature.head
+    batch, size = scene.batch, subject.config.draft.block_size
+    apart = _apart(batch.anchor_positions[0], batch.anchor_keep[0], size)
+    batch = replace(batch, anchor_keep=apart[None])
+    with torch.no_grad():
+        hidden = block_hidden(draft, head.embedding, batch, scene.targets, scene.hidden)[0][apart]
+        drafted = draft.choose(head, hidden, scene.targets.block_ids[0, apart, 0])
+    ids = batch.input_ids.clone()
+    for anchor, tokens in zip(batch.anchor_positions[0][apart].tolist(), drafted, strict=True):
+        room = min(size - 1, ids.shape[1] - anchor - 1)
+        ids[0, anchor + 1 : anchor + 1 + room] = tokens[:room]
+    batch = replace(batch, input_ids=ids)
+    with torch.no_grad():
+        sums = draft_loss(draft, head, batch, scene.hidden, scene.config)
+    hits, counts = int(sums.hits.sum()), int(sums.counts.sum())
+    if hits != counts:
+        raise FaultFoundError(
+            f"of {counts} tokens that decoding drafts, training counts {hits} as right"
+        )
+    return f"all {counts} tokens that decoding drafts in {len(drafted)} blocks count as right"
+
+
+def _apart(anchors: Tensor, keep: Tensor, size: int) -> Tensor:
+    """Choose blocks that do not overlap, so that each can be given its own tokens."""
+    chosen, free_from = torch.zeros_like(keep), 0
+    for column in keep.nonzero().flatten().tolist():
+        if int(anchors[column]) >= free_from:
+            chosen[column] = True
+            free_from = int(anchors[column]) + size
+    return chosen
+
+
 def _replica(subject: Subject) -> Replica:
-    config = subject.scene.config
+    config = subject.sparse_scene.config
     schedule = Schedule.from_config(config.optim, _SCHEDULE_STEPS)
     place = 0, torch.device("cpu")
     return assembly.build_replica(config, subject.miniature, place, SdpaAttention(), schedule, None)
 
 
 def _train(subject: Subject, replica: Replica) -> LossSums:
-    scene = subject.scene
+    scene = subject.sparse_scene
     with closing(CompileGate(assembly.gate_settings(scene.config, 1))) as gate:
         return forward_backward(replica, gate, Prepared(scene.batch, scene.hidden), scene.config)
 

@@ -52,7 +52,8 @@ def _compare(subject: Subject, target: Target, draft: DraftModel) -> float:
     config = replace(config, data=data)
     batch = make_batch(samples, config)
     features = [f.float().cpu() for f in target.document_features(batch.document_tokens())]
-    embedding = target.head.embedding.cpu()
+    head = target.head.to("cpu", draft.fc.weight.dtype)
+    embedding = head.embedding
     targets = targets_of(batch, config)
     trained = block_hidden(draft, embedding, batch, targets, place_features(features, batch))
     worst = 0.0
@@ -63,6 +64,10 @@ def _compare(subject: Subject, target: Target, draft: DraftModel) -> float:
         ids = targets.block_ids[0, block][None]
         served = decode_block(draft, features[document], F.embedding(ids, embedding), length)
         worst = max(worst, float((trained[0, block] - served[0]).abs().max()))
+        pair = (trained[0, block][None], served)
+        chosen = [draft.choose(head, hidden, ids[:, 0]) for hidden in pair]
+        if worst <= PARITY and not torch.equal(*chosen):
+            raise FaultFoundError(f"equal states of the block at {anchor} draft unequal tokens")
     return worst
 
 

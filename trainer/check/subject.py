@@ -5,7 +5,6 @@ target and the first chats; the full one on the target itself and the whole data
 """
 
 import json
-import tempfile
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,20 +18,25 @@ from transformers import AutoConfig
 from trainer import assembly
 from trainer.check.miniature import build_miniature, layer_count, tap_ids
 from trainer.contract.config import DraftModelConfig, TrainConfig
-from trainer.data.dataset import ChatDataset, Dataset, Sample, load_chats, load_tokenizer
+from trainer.data.chat import BadRecordError, ChatEncoder, parse_line
+from trainer.data.dataset import BadLine, ChatDataset, Dataset, Sample, load_tokenizer
 from trainer.data.packing import Batch, BatchMaker, BatchPlan
 from trainer.data.shards import ShardDataset
 from trainer.errors import DataError, TargetError
 from trainer.loss import BlockTargets, block_targets
 from trainer.model.draft import DraftConfig, DraftModel
+from trainer.model.masks import TILE
 from trainer.model.target import Target, default_target_layer_ids
 
 FAST_CHATS = 64  # samples that the fast check looks at
+_FAST_LINES = 2048  # of a file that are read at most to find them
 _SHORT = 192  # tokens of a chat that the small batches take
 _SEED = 20  # of everything random here; any would do
 _MAX_WINDOW = 24  # keys of the window that the small drafts slide
 _MAX_DRAFT_LAYERS = 2
+_FEW_BLOCKS = 8
 _SMALL_HEAD_DIM = 16
+_SMALL_INTERMEDIATE = 96
 
 
 @dataclass(frozen=True)
@@ -73,8 +77,14 @@ class Subject:
         )
         inner = [raw[name] for name in self.known.sub_configs if isinstance(raw.get(name), dict)]
         text = [part for part in inner if "num_hidden_layers" in part and "vocab_size" in part]
-        outer = {k: v for k, v in raw.items() if k == "tie_word_embeddings"}
-        return outer | text[0] if text else raw
+        return text[0] if text else raw
+
+    @property
+    def tied(self) -> bool:
+        """Whether the target's configuration says that its head is its embedding."""
+        text = self.known.get_text_config()
+        said = getattr(text, "tie_word_embeddings", None)
+        return bool(getattr(self.known, "tie_word_embeddings", False) if said is None else said)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -86,7 +96,7 @@ class Subject:
         """The samples looked at: the first ones in the fast check, all in the full one."""
         if not self.fast:
             return assembly.Data.load(self.manifest, self.config).dataset
-        return first_chats(Path(self.config.data.path), self.tokenizer, self.config)
+        return first_samples(self.tokenizer, self.config)
 
     @cached_property
     def draft_config(self) -> DraftConfig:
@@ -131,7 +141,7 @@ class Subject:
         text, ids = self.known.get_text_config(), self.config.draft.target_layer_ids
         num_taps = len(ids) if ids is not None else self.config.draft.num_taps
         num_layers = layer_count(text, num_taps)
-        model = build_miniature(text, num_layers, _SEED)
+        model = build_miniature(self.known, num_layers, _SEED)
         return Target(model, tap_ids(num_layers, num_taps))
 
     @cached_property
@@ -163,20 +173,36 @@ class Subject:
     @cached_property
     def scene(self) -> Scene:
         """Three made-up documents in one row, every valid position an anchor, some padding."""
-        config, size = self.small_config, self.config.draft.block_size
-        rng = np.random.default_rng(_SEED)
-        lengths = [self.small_window + size + 9, size + 21, size + 13]
-        samples = [self._made_up(rng, i, length) for i, length in enumerate(lengths)]
+        size = self.config.draft.block_size
+        return self._scene((self.small_window + size + 9, size + 21, size + 13), num_prompt=3)
+
+    @cached_property
+    def wide_scene(self) -> Scene:
+        """A row of several tiles of keys, with anchors behind their edges."""
+        return self._scene((TILE + 16, TILE + 16), num_prompt=TILE - 16)
+
+    @cached_property
+    def sparse_scene(self) -> Scene:
+        """The same documents with few blocks: whole rows of logits are made of them."""
+        size = self.config.draft.block_size
+        lengths = (self.small_window + size + 9, size + 21, size + 13)
+        return self._scene(lengths, num_prompt=3, max_anchors=_FEW_BLOCKS)
+
+    def _scene(
+        self, lengths: tuple[int, ...], num_prompt: int, max_anchors: int | None = None
+    ) -> Scene:
+        config, rng = self.small_config, np.random.default_rng(_SEED)
+        samples = tuple(self._made_up(rng, i, n, num_prompt) for i, n in enumerate(lengths))
         data = replace(
             config.data,
             max_length=max(lengths),
             token_budget=sum(lengths) + 7,
             max_batch_size=len(lengths),
             packing=True,
-            max_anchors=sum(lengths),
+            max_anchors=max_anchors or sum(int(sample.loss_mask.sum()) for sample in samples),
         )
         config = replace(config, data=data)
-        batch = make_batch(tuple(samples), config)
+        batch = make_batch(samples, config)
         width = self.draft.config.num_taps * self.draft.config.hidden_size
         generator = torch.Generator().manual_seed(_SEED)
         return Scene(
@@ -187,11 +213,15 @@ class Subject:
             hidden=torch.randn(*batch.input_ids.shape, width, generator=generator),
         )
 
-    def _made_up(self, rng: np.random.Generator, number: int, length: int) -> Sample:
+    def _made_up(
+        self, rng: np.random.Generator, number: int, length: int, num_prompt: int
+    ) -> Sample:
+        """Return random tokens: a prompt, an answer, and a second answer of the last four."""
         mask_token_id, vocab = self.config.draft.mask_token_id, self.draft_config.vocab_size
         ids = rng.integers(vocab, size=length).astype(np.int32)
         ids[ids == mask_token_id] = (mask_token_id + 1) % vocab
-        trained = np.arange(length) >= 3
+        trained = np.arange(length) >= min(num_prompt, length - 8)
+        trained[-6:-4] = False
         return Sample(number, ids, trained)
 
     @cached_property
@@ -211,25 +241,35 @@ class Subject:
         return tuple(found)
 
 
-def first_chats(path: Path, tokenizer: Any, config: TrainConfig) -> ChatDataset:
-    """Return the first chats of the run's data without reading the rest. Raises: DataError."""
+def first_samples(tokenizer: Any, config: TrainConfig) -> ChatDataset:
+    """Return the first samples of the run's data without reading the rest. Raises: DataError."""
+    path = Path(config.data.path)
     if path.is_dir():
-        shards = ShardDataset(path)
-        shards.check_run(tokenizer, config.data.max_length)
-        return ChatDataset(str(path), shards.sha256, tuple(shards.samples[:FAST_CHATS]))
-    lines: list[bytes] = []
+        prepared = ShardDataset(path)
+        prepared.check_run(tokenizer, config.data.max_length)
+        count = min(FAST_CHATS, len(prepared.samples))
+        return ChatDataset(str(path), prepared.sha256, tuple(prepared.samples[:count]))
+    encoder = ChatEncoder(tokenizer, config.data.max_length)
+    samples: list[Sample] = []
+    bad: list[BadLine] = []
     try:
         with path.open("rb") as stream:
-            for line in stream:
-                lines.append(line)
-                if len(lines) == FAST_CHATS:
+            for number, line in enumerate(stream, 1):
+                if len(samples) == FAST_CHATS or number > _FAST_LINES:
                     break
+                try:
+                    encoded = encoder.encode(parse_line(line)) if line.strip() else None
+                except BadRecordError as error:
+                    bad.append(BadLine(number, str(error)))
+                    continue
+                if encoded is not None:
+                    samples.append(Sample(len(samples), encoded.input_ids, encoded.loss_mask))
     except OSError as error:
         raise DataError(f"data.path {path}: {error.strerror or error}") from error
-    with tempfile.TemporaryDirectory(prefix="check-") as directory:
-        head = Path(directory) / "head.jsonl"
-        head.write_bytes(b"".join(lines))
-        return load_chats(head, tokenizer, config.data.max_length)
+    if not samples:
+        told = "; ".join(str(one) for one in bad[:3]) or "the file is empty"
+        raise DataError(f"data.path {path}: no usable chat in its first lines ({told})")
+    return ChatDataset(str(path), "", tuple(samples), tuple(bad))
 
 
 def loud(draft: DraftModel) -> DraftModel:
@@ -261,7 +301,7 @@ def targets_of(batch: Batch, config: TrainConfig) -> BlockTargets:
 def _narrow(draft: DraftModelConfig) -> dict[str, Any]:
     """Return small widths in the place of the run's; None takes the miniature's own."""
     return {
-        "intermediate_size": None,
+        "intermediate_size": _SMALL_INTERMEDIATE,
         "num_attention_heads": None,
         "num_key_value_heads": None,
         "head_dim": _SMALL_HEAD_DIM,

@@ -28,6 +28,9 @@ from trainer.model import packed_attention
 
 FULL, WINDOWED = "full_attention", frozenset(("sliding_attention", "chunked_attention"))
 ROWS, PACKED = "rows", "packed"
+# What one more forward costs, in tokens: reading the weights takes a GPU as long as a product with
+# its FLOP/s : bytes/s (70 of a 3090, 180 of an H200 at their peaks, twice that in practice).
+_FORWARD_COST_TOKENS = 256
 
 
 def default_target_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
@@ -273,7 +276,7 @@ def load_target(
         known = AutoConfig.from_pretrained(config.path, **source)
         num_layers = int(known.get_text_config().num_hidden_layers)
         ids = draft.target_layer_ids or default_target_layer_ids(num_layers, draft.num_taps)
-        model, told = _model_class(known).from_pretrained(
+        model, told = model_class(known).from_pretrained(
             config.path,
             dtype=getattr(torch, config.dtype),
             output_loading_info=True,
@@ -294,7 +297,7 @@ def load_target(
     return Target(model.to(device), ids, forward_tokens=config.forward_tokens)
 
 
-def _model_class(known: Any) -> Any:
+def model_class(known: Any) -> Any:
     """Return what loads a model: the class for causal language models, else the one it names.
 
     For a multimodal configuration the former is its text part alone, where there is one.
@@ -344,14 +347,25 @@ def _frozen_head(model: Any, text_config: Any) -> FrozenHead:
 
 
 def _by_length(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Group indices, longest first, so that rows x longest stays within ``max_tokens``."""
-    groups: list[list[int]] = []
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= max_tokens:
-            groups[-1].append(i)
-        else:
-            groups.append([i])
-    return groups
+    """Group indices, longest first, into the rows that cost least; each within ``max_tokens``.
+
+    A group costs rows x longest tokens and ``_FORWARD_COST_TOKENS``; one document may be longer.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    best: list[tuple[int, int]] = [(0, 0)]  # of the first n in order: (cost, where its last begins)
+    for stop in range(1, len(order) + 1):
+        costs = []
+        for start in range(stop):
+            tokens = (stop - start) * lengths[order[start]]
+            if tokens <= max_tokens or stop - start == 1:
+                costs.append((best[start][0] + tokens + _FORWARD_COST_TOKENS, start))
+        best.append(min(costs))
+    groups, stop = [], len(order)
+    while stop:
+        start = best[stop][1]
+        groups.append(order[start:stop])
+        stop = start
+    return groups[::-1]
 
 
 def _in_order(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

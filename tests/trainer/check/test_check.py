@@ -1,0 +1,234 @@
+"""`python -m trainer check`: what it proves, what it finds, and what it tells of a finding."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.trainer import tiny_targets
+from tests.trainer.conftest import END_TOKEN_ID, MASK_TOKEN_ID
+from tests.trainer.method.conftest import MASK as MASK_BYTE_ID
+from tests.trainer.method.conftest import VOCAB as BYTES
+from tests.trainer.method.conftest import make_byte_tokenizer
+from trainer.__main__ import main
+from trainer.contract.manifest import Manifest
+
+MakeRun = Callable[..., Path]
+Printed = pytest.CaptureFixture[str]
+
+
+def check(run_dir: Path, capsys: Printed, *options: str) -> dict[str, Any]:
+    """Run the command with --json and return its document, with its status."""
+    status = main(["check", "--run-dir", str(run_dir), "--json", *options])
+    document: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return document | {"status": status}
+
+
+def by_name(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {finding["name"]: finding for finding in document["findings"]}
+
+
+def failed(document: dict[str, Any]) -> list[str]:
+    return [f["name"] for f in document["findings"] if f["status"] == "FAIL"]
+
+
+def byte_run(make_run: MakeRun, path: Path, kind: str, **draft: Any) -> Path:
+    """Make a run on a random target of a kind, over bytes."""
+    target = path / kind
+    tiny_targets.KINDS[kind](vocab_size=BYTES).save_pretrained(target)
+    make_byte_tokenizer().save_pretrained(target)
+    settings = {"target_layer_ids": [0, 3], "mask_token_id": MASK_BYTE_ID, "intermediate_size": 48}
+    return make_run(
+        target={"path": str(target)},
+        data={"max_length": 96, "token_budget": 400, "packing": True},
+        draft=settings | draft,
+    )
+
+
+def test_a_sound_run_passes_and_each_line_says_what_was_seen(
+    make_run: MakeRun, capsys: Printed
+) -> None:
+    run_dir = make_run()
+    assert main(["check", "--run-dir", str(run_dir), "--fast"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].startswith(f"fast check of {run_dir.parents[1]}") or "target" in lines[-1]
+    assert "28 ok, 1 skipped" in lines[-1]
+    text = " ".join(" ".join(lines).split())
+    assert "taps 0, 3 (the run taps 1, 3) are their layers' outputs = hidden_states[l + 1]" in text
+    assert "skipped window no sliding layer" in text
+    assert "theta 10000 as in the target's config.json" in text
+
+
+def test_the_full_check_looks_at_the_target_itself_with_the_runs_own_draft(
+    make_run: MakeRun, capsys: Printed
+) -> None:
+    document = check(make_run(), capsys)
+    found = by_name(document)
+    assert (document["status"], document["fast"]) == (0, False)
+    assert "the target itself: 6 layers" in found["target"]["what"]
+    assert found["layer-offset"]["what"].startswith("taps 1, 3 are their layers' outputs")
+    assert "the run's own shape on the target's own taps" in found["forward-equals-decode"]["what"]
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "hybrid-moe", "vision"])
+@pytest.mark.parametrize("options", [("--fast",), ()])
+def test_other_kinds_of_targets_pass_small_and_whole(
+    kind: str, options: tuple[str, ...], make_run: MakeRun, tmp_path: Path, capsys: Printed
+) -> None:
+    document = check(byte_run(make_run, tmp_path, kind), capsys, *options)
+    assert failed(document) == []
+    assert by_name(document)["serve-features"]["status"] == "ok"
+
+
+@pytest.mark.parametrize("variant", ["dflash2", "domino"])
+def test_every_variant_drafts_what_it_trains(
+    variant: str, make_run: MakeRun, capsys: Printed
+) -> None:
+    two = {"layer_types": ["sliding_attention", "full_attention"], "num_draft_layers": 2}
+    run_dir = make_run(draft=two | {"variant": variant, "sliding_window": 9, "block_size": 8})
+    found = by_name(check(run_dir, capsys, "--fast"))
+    assert {finding["status"] for finding in found.values()} == {"ok"}
+    assert f"6 blocks of {variant} within" in found["forward-equals-decode"]["what"]
+    assert (
+        "inside a block: sliding_attention causal, full_attention bidirectional"
+        in (found["causal"]["what"])
+    )
+
+
+def test_a_finding_names_place_and_fix_and_what_needs_it_is_skipped(
+    make_run: MakeRun, capsys: Printed
+) -> None:
+    document = check(make_run(draft={"target_layer_ids": [1, 6]}), capsys, "--fast")
+    assert (document["status"], document["ok"]) == (7, False)
+    shape = by_name(document)["draft-shape"]
+    assert shape["what"].startswith("draft.target_layer_ids [1, 6]: expected ascending layers of")
+    assert (shape["where"], shape["fix"]) == (
+        "train.yaml: draft",
+        "change that setting in train.yaml",
+    )
+    assert by_name(document)["target"] | {"faults": []} == {
+        "name": "target",
+        "status": "skipped",
+        "what": "draft-shape failed",
+        "where": "",
+        "fix": "",
+        "faults": [],
+        "seconds": 0.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("mask_token_id", "told"),
+    [
+        (4000, "4000 has no embedding row (rows are 0..45)"),
+        (END_TOKEN_ID, f"{END_TOKEN_ID} ends an answer"),
+        (40, "40 is written by the chat template"),
+        (7, "7 ('w7') occurs in the data: token"),
+    ],
+)
+def test_a_mask_token_that_means_something_is_refused_with_one_that_does_not(
+    mask_token_id: int, told: str, make_run: MakeRun, capsys: Printed
+) -> None:
+    document = check(make_run(draft={"mask_token_id": mask_token_id}), capsys, "--fast")
+    finding = by_name(document)["mask-token"]
+    assert (document["status"], finding["status"]) == (7, "FAIL")
+    assert f"draft.mask_token_id {told}" in finding["what"]
+    assert finding["where"] == "train.yaml: draft.mask_token_id"
+    assert f"such as {MASK_TOKEN_ID} (<|mask|>)" in finding["fix"]
+
+
+def test_the_text_of_the_mask_token_is_found_behind_the_samples_that_are_read(
+    make_run: MakeRun, tiny_chats: Path, tmp_path: Path, capsys: Printed
+) -> None:
+    path = tmp_path / "many.jsonl"
+    late = tiny_chats.read_text().splitlines()[0].replace('"w', '"<|mask|> w', 1)
+    path.write_text(tiny_chats.read_text() * 5 + late + "\n")
+    finding = by_name(check(make_run(data={"path": str(path)}), capsys, "--fast"))["mask-token"]
+    assert finding["status"] == "FAIL"
+    assert f"occurs in the data: line 121 of {path}" in finding["what"]
+
+
+def test_a_head_that_the_files_do_not_hold_is_found_without_loading_them(
+    make_run: MakeRun, tiny_target: Path, tmp_path: Path, capsys: Printed
+) -> None:
+    target = tmp_path / "untied"
+    target.mkdir()
+    for path in tiny_target.iterdir():
+        (target / path.name).write_bytes(path.read_bytes())
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    finding = by_name(check(make_run(target={"path": str(target)}), capsys, "--fast"))[
+        "target-files"
+    ]
+    assert finding["status"] == "FAIL"
+    assert "the files hold no lm_head.weight: it would be random" in finding["what"]
+
+
+def test_packing_a_hybrid_without_its_kernels_is_a_finding(
+    make_run: MakeRun, tmp_path: Path, capsys: Printed
+) -> None:
+    run_dir = byte_run(make_run, tmp_path, "hybrid")
+    manifest = Manifest.from_json((run_dir / "manifest.json").read_text())
+    config = manifest.config | {"target": manifest.config["target"] | {"batching": "packed"}}
+    (run_dir / "manifest.json").write_text(replace(manifest, config=config).to_json())
+    document = check(run_dir, capsys, "--fast")
+    assert failed(document) == ["batch-isolation"]
+    finding = by_name(document)["batch-isolation"]
+    assert finding["where"] == "train.yaml: target.batching"
+    assert "causal_conv1d" in finding["what"]
+
+
+def test_a_check_that_passed_is_not_made_again_until_something_changes(
+    make_run: MakeRun, capsys: Printed
+) -> None:
+    run_dir = make_run()
+    first = check(run_dir, capsys, "--fast", "--reuse")
+    again = check(run_dir, capsys, "--fast", "--reuse")
+    assert (first["reused"], again["reused"]) == (False, True)
+    assert again["findings"] == first["findings"]
+    assert check(run_dir, capsys, "--fast")["reused"] is False, "only --reuse takes the record"
+    path = run_dir / "manifest.json"
+    manifest = Manifest.from_json(path.read_text())
+    path.write_text(replace(manifest, dataset_sha256="0" * 64).to_json())
+    assert check(run_dir, capsys, "--fast", "--reuse")["reused"] is False
+
+
+def test_a_failed_check_and_a_damaged_record_are_never_taken_for_an_answer(
+    make_run: MakeRun, capsys: Printed
+) -> None:
+    run_dir = make_run(draft={"mask_token_id": 7})
+    for _ in range(2):
+        document = check(run_dir, capsys, "--fast", "--reuse")
+        assert (document["status"], document["reused"]) == (7, False)
+    (run_dir / "check.json").write_text('{"key": ')
+    assert check(run_dir, capsys, "--fast", "--reuse")["status"] == 7
+
+
+@pytest.mark.parametrize(
+    ("section", "told"),
+    [
+        ({"data": {"path": "/nowhere/chats.jsonl"}}, "error: data.path /nowhere/chats.jsonl: No"),
+        ({"target": {"path": "/nowhere/model"}}, "error: target.path /nowhere/model: "),
+    ],
+)
+def test_nothing_to_check_is_one_line_and_status_2(
+    section: dict[str, Any], told: str, make_run: MakeRun, capsys: Printed
+) -> None:
+    run_dir = make_run()
+    path = run_dir / "manifest.json"
+    manifest = Manifest.from_json(path.read_text())
+    ((name, values),) = section.items()
+    config = manifest.config | {name: manifest.config[name] | values}
+    path.write_text(replace(manifest, config=config).to_json())
+    assert main(["check", "--run-dir", str(run_dir), "--fast"]) == 2
+    stderr = capsys.readouterr().err
+    assert stderr.startswith(told)
+    assert stderr.count("\n") == 1
+
+
+def test_a_directory_that_is_no_run_is_status_2(tmp_path: Path, capsys: Printed) -> None:
+    assert main(["check", "--run-dir", str(tmp_path), "--fast"]) == 2
+    assert "is this a run directory" in capsys.readouterr().err

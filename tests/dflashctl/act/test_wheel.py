@@ -87,7 +87,9 @@ def test_the_wheel_runs_gpus_deploy_and_launch_without_torch_on_the_laptop(
     assert deployed.returncode == 0, deployed.stderr
     assert "files sent" in deployed.stdout
     # Real facts, a real start; the target is no model, which the trainer itself must tell.
-    launched = run("launch", "--tag", "x", "--set", "run.device=cpu", "--wait", "60")
+    launched = run(
+        *("launch", "--tag", "x", "--skip-check", "--set", "run.device=cpu", "--look", "60")
+    )
     assert launched.returncode == 1
     assert "error[run-failed]" in launched.stderr
     assert "target" in launched.stderr

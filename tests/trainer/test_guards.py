@@ -60,6 +60,19 @@ def test_batch_that_is_not_finite_is_kept_and_the_checkpoint_before_it_is_whole(
     assert all(torch.equal(kept[name], state.masters[name]) for name in kept)
 
 
+def test_weights_that_are_not_finite_are_never_a_checkpoint(make_run: MakeRun) -> None:
+    # A decay of lr x weight_decay = 1e41 takes the matrices out of fp32 in the first step.
+    run_dir = make_run(
+        optim={"lr": 1e38, "weight_decay": 1e3, "warmup_frac": 0.0},
+        run={"checkpoint_every_steps": 1},
+    )
+    told = _fails(run_dir)
+    assert (
+        "thread drafter-0: NonFiniteError: step 1: the optimiser's step made weights that" in told
+    )
+    assert not (run_dir / "checkpoints").exists()
+
+
 def test_replay_names_the_first_tensor_that_is_not_finite(
     make_run: MakeRun, capsys: pytest.CaptureFixture[str]
 ) -> None:

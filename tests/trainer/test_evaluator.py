@@ -1,5 +1,6 @@
 """Evaluation while a run trains: what it measures, what it keeps, and that it disturbs nothing."""
 
+import io
 import json
 import shutil
 from collections.abc import Callable
@@ -17,9 +18,15 @@ from trainer.contract.events import EventDecoder
 from trainer.contract.exit_record import TrainerExit
 from trainer.data.dataset import load_tokenizer
 from trainer.errors import CheckpointError, DataError
+from trainer.evaluator import Evaluator
 from trainer.held_out import HeldOut, load_prompt_sets
+from trainer.metrics import Metrics
+from trainer.optim import Schedule
 from trainer.results import Choice, EvaluationOptions, evaluate_run, export_run
+from trainer.run_state import RunState
 from trainer.session import Session
+from trainer.workers.drafter import StepRange
+from trainer.workers.supervisor import Pulse, StopRequest
 
 MakeRun = Callable[..., Path]
 QUICK = {"every_steps": 4, "num_prompts": 3, "max_new_tokens": 8}
@@ -232,6 +239,35 @@ def test_stop_ends_an_evaluation_at_the_next_prompt(make_run: MakeRun, heldout: 
 
     assert HeldOut(sets, target, gate, config.evaluation).measure(draft, keep_going) is None
     assert said == ["decodes prompt 1/3 of heldout", "decodes prompt 2/3 of heldout"]
+
+
+def test_evaluation_of_a_run_that_stops_is_left_out_and_its_checkpoint_stays(
+    make_run: MakeRun, heldout: Path
+) -> None:
+    run_dir = make_run(evaluation=QUICK | {"prompts": str(heldout)})
+    manifest, config = assembly.read_manifest(run_dir)
+    cpu = torch.device("cpu")
+    target = assembly.load_targets(config, [cpu])["cpu"]
+    gate = CompileGate(assembly.gate_settings(config, 1))
+    attention = assembly.attention_of(config, gate)
+    place, schedule = (0, cpu), Schedule(12, 0, 0.0)
+    replica = assembly.build_replica(config, target, place, attention, schedule, None)
+    metrics = Metrics(run_dir / "metrics.jsonl", manifest.run_id, {}, console=io.StringIO())
+    state, stop = RunState(run_dir, config.run, metrics, resume=False), StopRequest()
+    sets = load_prompt_sets(config, load_tokenizer(config.target.path))
+    held_out = HeldOut(sets, target, gate, config.evaluation)
+    evaluator = Evaluator(held_out, 4, state, metrics, stop)
+    state.done = 4
+    stop.ask()
+    evaluator.evaluate_when_due(replica, StepRange(0, 12, 1, 1), Pulse())
+    (warning,) = _events(run_dir, "warning")
+    assert warning["text"] == "evaluation of step 4 left out: asked to stop"
+    assert (state.evaluations.entries, state.saved) == ({}, 4)
+    assert not (run_dir / "evaluations.json").exists()
+    assert _state(run_dir, 4).step == 4
+    state.done = 5  # no evaluation is due after this one
+    evaluator.evaluate_when_due(replica, StepRange(0, 12, 1, 1), Pulse())
+    assert state.saved == 4
 
 
 def test_evaluation_shares_a_sealed_gate_with_the_steps(make_run: MakeRun, heldout: Path) -> None:

@@ -1,15 +1,35 @@
-"""The GPUs that hosts.yaml gives a container, found on the node and proven idle."""
+"""The GPUs that hosts.yaml gives a container: locked on the node, then proven idle.
 
+The lock comes first and the look inside it, so that of two launches for one card exactly one
+goes on. A lock is kept for as long as a process of its run lives (``remote/gpus.py``).
+"""
+
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dflashctl.errors import ConfigurationError, MismatchError, RefusedError, StateUnknownError
-from dflashctl.gpus import GpuState, Probe, probe
-from dflashctl.inventory import Container, Place
+from dflashctl.errors import (
+    ConfigurationError,
+    DflashctlError,
+    MismatchError,
+    RefusedError,
+    StateUnknownError,
+)
+from dflashctl.gpu_locks import LEASE_S, Holder, Lock, ask, bind, read_locks, release
+from dflashctl.gpus import GpuState, Probe, parse, probe
+from dflashctl.inventory import Container, Expect, Place
 from dflashctl.transport.base import Transport
 from trainer.contract.manifest import Gpu, Manifest
 
 CPU = "cpu"
+_UNFIT = {
+    "failed": ("gpu-failed", "reboot the node, or give the run other GPUs in hosts.yaml"),
+    "orphaned": (
+        "gpu-orphaned",
+        "end what holds it, or restart its container or the node; nothing is reset from here",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -26,29 +46,172 @@ class Ways:
         same = self.node is self.inside
         return self.inside.round_trips + (0 if same else self.node.round_trips)
 
+    def reopen(self) -> None:
+        """Connect anew: a connection that idled for long may be dead and not know it."""
+        for way in {id(way): way for way in (self.inside, self.node)}.values():
+            way.close()
+            way.open()
 
-def claim_roles(ways: Ways, facts: dict[str, Any]) -> tuple[Gpu, ...]:
-    """Return the place's GPUs by role, each idle and seen by the container itself.
+
+class Claim:
+    """The locks of one holder, in hand until its run is bound to them or they are let go."""
+
+    def __init__(self, ways: Ways, holder: Holder) -> None:
+        self.holder = holder
+        self.taken_over: tuple[Lock, ...] = ()
+        self._ways = ways
+        self._taken_at = time.monotonic()
+        self._wanted: list[str] = []
+
+    def took(self, uuids: Sequence[str], taken_over: Sequence[Lock]) -> None:
+        """Note what was locked just now."""
+        self._wanted, self._taken_at = list(uuids), time.monotonic()
+        self.taken_over = (*self.taken_over, *taken_over)
+
+    def renew_if_due(self) -> None:
+        """Take the same locks anew when half of their lease is over; raises as ``claim_roles``."""
+        if self._wanted and time.monotonic() - self._taken_at > LEASE_S / 2:
+            _lock(self._ways, self, self._wanted)
+
+    def bind(self) -> int | None:
+        """Tie the locks to the run's process; return its pid on the node."""
+        return bind(self._ways.node, self.holder) if self._wanted else None
+
+    def release(self) -> None:
+        """Let go of the locks; those of a run that lives stay."""
+        if self._wanted:
+            release(self._ways.node, self.holder)
+            self._wanted = []
+
+    def let_go(self) -> bool:
+        """Release after a failure; False where the node cannot be asked: the lease ends them."""
+        try:
+            self.release()
+        except DflashctlError:
+            return False
+        return True
+
+    def __enter__(self) -> "Claim":
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        """Let go of the locks of a command that has ended, or whose end nobody saw."""
+        self.let_go()
+
+
+def claim_roles(ways: Ways, facts: dict[str, Any], holder: Holder) -> tuple[tuple[Gpu, ...], Claim]:
+    """Lock the place's GPUs; return them by role, each idle and seen by the container itself.
 
     facts: those of ``remote/facts.py``; they say which GPUs the container sees, if it can tell.
     Raises: MismatchError when one is not there, RefusedError naming the holder when one is not
-    idle, StateUnknownError when the driver does not say.
+    idle, StateUnknownError when the driver does not say. Nothing stays locked then.
     """
-    container = ways.place.container
+    container, hold = ways.place.container, Claim(ways, holder)
     if not uses_gpus(container):
-        return cpu_roles(container)
-    gpus = claim(container, probe_for(ways.node, ways.inside))
-    require_visible(gpus, facts, ways.place.label)
-    return gpus
+        return cpu_roles(container), hold
+
+    def choose(answer: Probe) -> tuple[Gpu, ...]:
+        require_expected(answer, ways.place.host.expect, ways.place.host.name)
+        gpus = claim(container, answer)
+        require_visible(gpus, facts, ways.place.label)
+        require_expected_inside(facts, container)
+        return gpus
+
+    return _held(ways, hold, [*container.target, *container.drafter], choose), hold
 
 
-def require_free_again(ways: Ways, manifest: Manifest) -> None:
-    """Check that the GPUs of an earlier launch are idle; raises as ``claim_roles``."""
-    if any(gpu.uuid for gpu in manifest.gpus):
-        answer = probe_for(ways.node, ways.inside)
-        for gpu in manifest.gpus:
-            if gpu.uuid is not None:
-                require_idle(answer.find(gpu.uuid, ways.place.label), ways.place.label)
+def claim_again(ways: Ways, manifest: Manifest, holder: Holder) -> Claim:
+    """Lock the GPUs of an earlier launch, and check that they are idle; raises as claim_roles."""
+    hold = Claim(ways, holder)
+    uuids = [gpu.uuid for gpu in manifest.gpus if gpu.uuid is not None]
+
+    def check(answer: Probe) -> tuple[Gpu, ...]:
+        for uuid in uuids:
+            require_idle(answer.find(uuid, ways.place.label), ways.place.label, answer)
+        return ()
+
+    if uuids:
+        _held(ways, hold, uuids, check)
+    return hold
+
+
+def _held(
+    ways: Ways, hold: Claim, wanted: list[str], choose: Callable[[Probe], tuple[Gpu, ...]]
+) -> tuple[Gpu, ...]:
+    """Lock the wanted GPUs and choose among what is seen inside the locks; else let go."""
+    answer, asked_inside = _lock(ways, hold, wanted), False
+    if not answer.installed and ways.node is not ways.inside:
+        asked_inside = True
+        seen = probe(ways.inside, from_node=False)
+        uuids = [seen.find(one, ways.place.label).uuid for one in wanted]
+        _lock(ways, hold, uuids)
+    try:
+        if asked_inside:
+            answer = probe(ways.inside, from_node=False)
+        return choose(answer)
+    except BaseException:
+        hold.let_go()
+        raise
+
+
+def _lock(ways: Ways, hold: Claim, wanted: list[str]) -> Probe:
+    """Take the locks, all or none, and look inside them; raises RefusedError for the holder."""
+    holder = hold.holder
+    raw = ask(ways.node, "claim", wanted=wanted, claim=holder.wish())
+    answer, taken = parse(raw, token=holder.token), raw["claim"]
+    if taken is None:
+        return answer  # one is not there, or the driver does not answer: the look says which
+    conflicts = read_locks(taken, "conflicts")
+    if conflicts:
+        raise _locked(conflicts, answer, ways.place.label)
+    hold.took(taken["uuids"], read_locks(taken, "taken_over"))
+    return answer
+
+
+def _locked(conflicts: Sequence[Lock], answer: Probe, place: str) -> RefusedError:
+    lock = conflicts[0]
+    index = next((gpu.index for gpu in answer.gpus if gpu.uuid == lock.uuid), None)
+    name = lock.uuid if index is None else f"{index} ({lock.uuid})"
+    more = f" (and {len(conflicts) - 1} more)" if len(conflicts) > 1 else ""
+    hint = f"dflashctl stop {lock.tag}, other GPUs, or wait: dflashctl launch --wait 2h"
+    if lock.state == "starting":
+        hint = f"wait: dflashctl launch --wait 2h; or look: dflashctl status {lock.tag}"
+    return RefusedError(
+        f"GPU {name}{more} is not idle: locked by {lock.text()}",
+        hint=hint,
+        place=place,
+        code="gpu-busy",
+    )
+
+
+def require_expected(answer: Probe, expect: Expect | None, place: str) -> None:
+    """Raise MismatchError when a host has other GPUs than hosts.yaml expects of it."""
+    problem = "" if expect is None or answer.problem else unexpected(answer.gpus, expect)
+    if problem:
+        raise MismatchError(problem, hint="dflashctl gpus", place=place, code="gpu-expected")
+
+
+def require_expected_inside(facts: dict[str, Any], container: Container) -> None:
+    """Raise MismatchError when a container sees another number of GPUs than is expected of it."""
+    seen, expect = facts.get("gpu_uuids"), container.expect
+    if seen is not None and expect is not None and expect.count not in (None, len(seen)):
+        raise MismatchError(
+            f"hosts.yaml expects {expect.count} GPUs, the container sees {len(seen)}",
+            hint="pass them through in the container's configuration, or correct `expect`",
+            place=container.label,
+            code="gpu-expected",
+        )
+
+
+def unexpected(gpus: Sequence[GpuState], expect: Expect) -> str:
+    """Say what about these cards differs from what hosts.yaml expects; "" when nothing does."""
+    if expect.count is not None and expect.count != len(gpus):
+        return f"hosts.yaml expects {expect.count} GPUs, and {len(gpus)} are there"
+    others = [gpu for gpu in gpus if expect.model and expect.model not in gpu.name]
+    if others:
+        gpu = others[0]
+        return f"hosts.yaml expects {expect.model}, and GPU {gpu.index} ({gpu.uuid}) is {gpu.name}"
+    return ""
 
 
 def uses_gpus(container: Container) -> bool:
@@ -71,7 +234,9 @@ def uses_gpus(container: Container) -> bool:
 def probe_for(node: Transport, inside: Transport) -> Probe:
     """Ask the node, which sees every process; without nvidia-smi there, ask the container."""
     answer = probe(node)
-    return answer if answer.installed or inside is node else probe(inside)
+    if answer.installed or inside is node:
+        return answer
+    return probe(inside, from_node=False)
 
 
 def cpu_roles(container: Container) -> tuple[Gpu, ...]:
@@ -82,27 +247,52 @@ def cpu_roles(container: Container) -> tuple[Gpu, ...]:
 
 def claim(container: Container, answer: Probe) -> tuple[Gpu, ...]:
     """Return the container's GPUs by role when each is idle; raises as ``claim_roles``."""
+    if answer.wedged:
+        raise _wedged(answer, container.label)
     claimed = []
     for role, members in (("target", container.target), ("drafter", container.drafter)):
         for member in members:
             gpu = answer.find(member, container.label)
-            require_idle(gpu, container.label)
+            require_idle(gpu, container.label, answer)
             claimed.append(Gpu(role, gpu.index, gpu.uuid, gpu.name))
     return tuple(claimed)
 
 
-def require_idle(gpu: GpuState, place: str) -> None:
-    """Raise unless the card is idle; unknown is not idle."""
+def require_idle(gpu: GpuState, place: str, answer: Probe) -> None:
+    """Raise unless the card is idle; unknown is not idle, nor is a card of a driver that hangs."""
+    name = f"GPU {gpu.index} ({gpu.uuid})"
+    if answer.wedged:
+        raise _wedged(answer, place)
     if gpu.state == "idle":
         return
-    name = f"GPU {gpu.index} ({gpu.uuid})"
     if gpu.state == "unknown":
         raise StateUnknownError(
-            f"{name} may be in use: {gpu.reason}", hint="dflashctl gpus", place=place
+            f"{name} may be in use: {gpu.reason}",
+            hint="dflashctl gpus",
+            place=place,
+            code="gpu-unknown",
         )
+    text = f"{name} is not idle: {gpu.reason}"
+    if gpu.state == "failed":
+        code, hint = _UNFIT[gpu.state]
+        raise MismatchError(f"{name} has failed: {gpu.reason}", hint=hint, place=place, code=code)
+    if gpu.state == "orphaned":
+        code, hint = _UNFIT[gpu.state]
+        raise RefusedError(text, hint=hint, place=place, code=code)
     tags = sorted({owner.tag for owner in gpu.owners if owner.tag})
-    hint = f"dflashctl stop {tags[0]}" if tags else "dflashctl gpus   (pick other GPUs, or wait)"
-    raise RefusedError(f"{name} is not idle: {gpu.reason}", hint=hint, place=place, code="gpu-busy")
+    hint = "dflashctl gpus   (pick other GPUs, or wait: dflashctl launch --wait 2h)"
+    if tags:
+        hint = f"dflashctl stop {tags[0]}, or wait: dflashctl launch --wait 2h"
+    raise RefusedError(text, hint=hint, place=place, code="gpu-busy")
+
+
+def _wedged(answer: Probe, place: str) -> StateUnknownError:
+    return StateUnknownError(
+        f"the GPUs cannot be asked: {answer.problem}",
+        hint="restart the node when it stays so; a driver in this state does not come back",
+        place=place,
+        code="gpu-wedged",
+    )
 
 
 def require_visible(gpus: tuple[Gpu, ...], facts: dict[str, Any], place: str) -> None:
@@ -110,6 +300,8 @@ def require_visible(gpus: tuple[Gpu, ...], facts: dict[str, Any], place: str) ->
     seen, problem = facts.get("gpu_uuids"), facts.get("gpu_problem")
     if seen is None:
         return  # the container has no nvidia-smi; CUDA will tell at the start
+    if problem and not seen and any(gpu.uuid is not None for gpu in gpus):
+        raise lost_inside(problem, place)
     said = f" (its nvidia-smi says: {problem})" if problem else ""
     for gpu in gpus:
         if gpu.uuid is not None and gpu.uuid not in seen:
@@ -119,3 +311,13 @@ def require_visible(gpus: tuple[Gpu, ...], facts: dict[str, Any], place: str) ->
                 place=place,
                 code="gpu-missing",
             )
+
+
+def lost_inside(problem: str, place: str) -> MismatchError:
+    """Return the error for a container that lost its GPUs while its node has them."""
+    return MismatchError(
+        f"the container lost its GPUs, and the node has them (its nvidia-smi says: {problem})",
+        hint=f"restart the container: pct reboot {place.rpartition('/')[2]}",
+        place=place,
+        code="gpus-lost",
+    )

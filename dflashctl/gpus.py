@@ -5,24 +5,32 @@ asked first. A card that gives no clear answer is unknown, and unknown is never 
 """
 
 import re
-from dataclasses import dataclass, field
-from importlib.resources import files
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from dflashctl.errors import MismatchError
-from dflashctl.transport import run_script
-from dflashctl.transport.base import Script, Transport
+from dflashctl.gpu_locks import Lock, ask, others, read_locks
+from dflashctl.transport.base import Transport
 
 _MIB = 1 << 20
 _IDLE_BYTES = 300 * _MIB  # driver and display reserve up to about this much on an empty card
 _IDLE_FRAC = 0.10
-_PROBE_S = 40.0  # two queries of at most 12 s each, and the way
 _RUN_DIR = re.compile(r"--run-dir[ =](\S*)/runs/([A-Za-z][A-Za-z0-9_-]*)")
-_STUCK = (124, 137)
+_BUS_ID = re.compile(r"([0-9A-Fa-f]{4,8}):([0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-9A-Fa-f])")
+_LOST = re.compile(r"lost|unknown error|ERR!|fallen off", re.IGNORECASE)
+_NO_DEVICES, _MISMATCH = 6, 18  # exit statuses of nvidia-smi
+_DAEMONS = ("nvidia-persiste", "nvidia-persistenced", "dcgm", "nv-hostengine", "nvidia-smi")
+
+Raw = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Owner:
-    """A process on a GPU; ``vmid`` None is the node itself, ``tag`` the run it belongs to."""
+    """A process on a GPU; ``vmid`` None is the node itself, ``tag`` the run it belongs to.
+
+    pid: as the node sees it; inside_pid: as its container does.
+    """
 
     pid: int
     command: str
@@ -31,20 +39,28 @@ class Owner:
     vmid: int | None = None
     age_s: int | None = None
     tag: str | None = None
+    inside_pid: int | None = None
 
     def text(self) -> str:
-        """Return "CT 105 pid 48122 python serve.py", or "run fresh7 (CT 200 pid 311)"."""
+        """Return "CT 105 pid 48122 python serve.py", or "run fresh7 (CT 200 pid 48122, ...)"."""
         where = "node" if self.vmid is None else f"CT {self.vmid}"
+        inside = "" if self.inside_pid is None else f", {self.inside_pid} inside"
         if self.tag is not None:
-            return f"run {self.tag} ({where} pid {self.pid})"
-        return f"{where} pid {self.pid} {self.command[:80]}"
+            return f"run {self.tag} ({where} pid {self.pid}{inside})"
+        inside = inside and f" ({inside[2:]})"
+        return f"{where} pid {self.pid}{inside} {self.command[:80]}"
 
 
 @dataclass(frozen=True)
 class GpuState:
-    """One card. ``state``: idle, ours, busy or unknown; ``reason`` says why it is not idle."""
+    """One card. ``reason`` says why it is not idle.
 
-    index: int
+    state: idle; ours (a run's, or locked for one); foreign (another process); orphaned (memory held
+    by no process); failed (lost, or uncorrected ECC errors); unknown. A driver that hangs gives no
+    cards: that is the probe's ``wedged``.
+    """
+
+    index: int | None
     uuid: str
     name: str
     memory_used_bytes: int | None
@@ -56,12 +72,28 @@ class GpuState:
 
 
 @dataclass(frozen=True)
+class View:
+    """What nvidia-smi said inside a container: its cards, or why it did not list them."""
+
+    uuids: tuple[str, ...]
+    problem: str = ""
+    is_running: bool = True
+
+
+@dataclass(frozen=True)
 class Probe:
-    """Answer of one node; ``problem`` is what the driver said instead of rows."""
+    """Answer of one node; ``problem`` is what the driver said instead of rows.
+
+    wedged: nvidia-smi hangs. mismatch: driver and library differ, or there are no devices.
+    """
 
     gpus: tuple[GpuState, ...]
     problem: str = ""
     installed: bool = True
+    wedged: bool = False
+    mismatch: bool = False
+    locks: tuple[Lock, ...] = ()
+    views: tuple[tuple[int, View], ...] = ()
 
     def find(self, role: str, place: str) -> GpuState:
         """Return the card that "3" or "GPU-..." names; raises MismatchError."""
@@ -78,132 +110,216 @@ class Probe:
         )
 
 
-@dataclass
-class _Sections:
-    """The raw answer of gpus.sh."""
+def probe(
+    transport: Transport,
+    *,
+    from_node: bool = True,
+    inside: Mapping[int, Sequence[str]] | None = None,
+) -> Probe:
+    """Ask the GPUs of the place; one round trip.
 
-    gpus: list[str] = field(default_factory=list)
-    apps: list[str] = field(default_factory=list)
-    gpus_rc: int | None = None
-    apps_rc: int | None = None
-    facts: dict[int, list[str]] = field(default_factory=dict)
-    installed: bool = True
-
-
-def probe(transport: Transport) -> Probe:
-    """Ask the GPUs of the place; one round trip. Raises: what ``run_script`` raises."""
-    text = files("dflashctl.remote").joinpath("gpus.sh").read_text(encoding="utf-8")
-    result = run_script(transport, Script(text, deadline_s=_PROBE_S, what="gpus"))
-    return parse(result.stdout.decode("utf-8", "replace"))
+    inside: commands of the node that list the GPUs as containers see them, by vmid. from_node:
+    False where the place is a container, which does not see other containers' processes.
+    Raises: what ``run_program`` raises.
+    """
+    commands = {str(vmid): list(argv) for vmid, argv in (inside or {}).items()}
+    return parse(ask(transport, "look", inside=commands), from_node=from_node)
 
 
-def parse(text: str) -> Probe:
-    """Turn the answer of gpus.sh into states."""
-    sections = _split(text)
-    if not sections.installed:
-        return Probe((), "nvidia-smi is not installed", installed=False)
-    owners, unlisted = _owners(sections)
-    gpus, odd = [], []
-    for line in sections.gpus:
-        gpu = _gpu(line, owners, apps_known=sections.apps_rc == 0 and not unlisted)
-        if gpu is None:
-            odd.append(line)
+def parse(answer: Raw, *, from_node: bool = True, token: str = "") -> Probe:
+    """Turn the answer of remote/gpus.py into states; locks of ``token`` are the asker's own."""
+    locks = read_locks(answer)
+    if not answer["installed"]:
+        return Probe((), "nvidia-smi is not installed", installed=False, locks=locks)
+    judge = _Judge(answer, others(locks, token), from_node=from_node)
+    rows = answer["gpus"]
+    gpus = [gpu for line in rows["rows"] if (gpu := judge.card(line)) is not None]
+    gpus += judge.failed(rows, gpus)
+    gpus.sort(key=lambda gpu: (gpu.index is None, gpu.index))
+    problem = str(rows["problem"])
+    wedged = rows["rc"] is None or (answer["apps"]["rc"] is None and bool(rows["rows"]))
+    if wedged:
+        problem = _wedged_text(answer["stuck"])
+    elif rows["rc"] and not problem:
+        problem = f"nvidia-smi ended with status {rows['rc']}"
+    views = tuple((int(vmid), _view(raw)) for vmid, raw in answer.get("inside", {}).items())
+    return Probe(
+        tuple(gpus),
+        problem,
+        wedged=wedged,
+        mismatch=rows["rc"] in (_NO_DEVICES, _MISMATCH),
+        locks=locks,
+        views=views,
+    )
+
+
+def _wedged_text(stuck: Raw | None) -> str:
+    text = "nvidia-smi gave no answer within 10 s (driver stuck?)"
+    if stuck is None or stuck.get("age_s", 0) < 30:
+        return text
+    return (
+        f"nvidia-smi hangs: pid {stuck['pid']} of {stuck['age_s']} s ago is still stuck"
+        f" (state {stuck['state']}), so no other was started"
+    )
+
+
+def _view(raw: Raw) -> View:
+    text = str(raw["text"])
+    if raw["rc"] is None:
+        return View((), "its nvidia-smi gave no answer")
+    if "not running" in text or "does not exist" in text or "init pid" in text:
+        return View((), "", is_running=False)
+    uuids = tuple(re.findall(r"UUID: (GPU-[0-9A-Za-z-]+)", text))
+    said = " ".join(text.split())[-300:]
+    return View(uuids, "" if raw["rc"] == 0 else said or f"exit status {raw['rc']}")
+
+
+class _Judge:
+    """Judges each card by what the whole answer says."""
+
+    def __init__(self, answer: Raw, locks: Mapping[str, Lock], *, from_node: bool) -> None:
+        self._locks = locks
+        self._from_node = from_node
+        self._cards = list(answer.get("cards", ()))
+        self._devices: Raw = answer.get("devices", {})
+        self._waiting: Sequence[Raw] = answer.get("waiting", ())
+        facts = {raw["pid"]: raw for raw in answer.get("processes", ())}
+        self._owners, unlisted = _owners(answer["apps"]["apps"], facts)
+        self._apps_known = answer["apps"]["rc"] == 0 and not unlisted
+
+    def card(self, line: str) -> GpuState | None:
+        """Return the state of a row; None when it is no row."""
+        words = [word.strip() for word in line.split(",")]
+        if len(words) < 8 or not words[0].isdigit():
+            return None
+        index, uuid = int(words[0]), words[1]
+        used, total, utilization = _mib(words[-5]), _mib(words[-4]), _percent(words[-3])
+        owners = tuple(self._owners.get(uuid, ()))
+        errors = int(words[-2]) if words[-2].isdigit() else 0
+        if used is None and _LOST.search(words[-5]):
+            state, reason = "failed", f"the driver says {words[-5]} of its memory"
+        elif errors:
+            state, reason = "failed", f"{errors} uncorrected ECC errors since the driver was loaded"
+            reason = "; ".join([reason, *(owner.text() for owner in owners)])
+        elif owners:
+            state = "ours" if all(owner.tag is not None for owner in owners) else "foreign"
+            reason = "; ".join(owner.text() for owner in owners)
+        elif used is None:
+            state, reason = "unknown", f"the driver says {words[-5]} of its memory"
         else:
-            gpus.append(gpu)
-    problem = " ".join(odd)
-    if sections.gpus_rc in _STUCK or sections.gpus_rc is None:
-        problem = "nvidia-smi gave no answer within 10 s (driver stuck?)"
-    elif sections.gpus_rc and not problem:
-        problem = f"nvidia-smi ended with status {sections.gpus_rc}"
-    return Probe(tuple(gpus), problem)
+            state, reason = self._without_process(index, uuid, used, utilization)
+        name = ", ".join(words[2:-5])
+        return GpuState(index, uuid, name, used, total, utilization, state, reason, owners)
+
+    def _without_process(
+        self, index: int, uuid: str, used_bytes: int, utilization: float | None
+    ) -> tuple[str, str]:
+        """Judge a card on which the driver lists no process."""
+        if used_bytes >= _IDLE_BYTES:
+            return self._held(index, uuid, f"{used_bytes / _MIB:.0f} MiB held")
+        if utilization is not None and utilization >= _IDLE_FRAC:
+            return "foreign", f"utilisation {utilization:.0%}, and no process is listed"
+        if not self._apps_known:
+            return "unknown", "the driver does not list its processes"
+        if uuid in self._locks:
+            return "ours", f"locked: {self._locks[uuid].text()}"
+        return "idle", ""
+
+    def _held(self, index: int, uuid: str, what: str) -> tuple[str, str]:
+        """Say who may hold memory that the driver gives to no process."""
+        if not self._from_node:
+            return "foreign", f"{what}, owner unknown: it is seen only from inside a container"
+        if not self._apps_known:
+            return "unknown", f"{what}, and the driver does not list its processes"
+        minors = [card["minor"] for card in self._cards if card["uuid"] == uuid]
+        minor = minors[0] if minors else str(index)
+        holders = [
+            raw
+            for raw in self._devices.get(minor, ())
+            if not raw["command"].rpartition("/")[2].startswith(_DAEMONS)
+        ]
+        told = f"/dev/nvidia{minor} is open in " + (
+            "; ".join(_process_text(raw) for raw in holders) or "no process"
+        )
+        if any(raw["state"] not in "DZX" for raw in holders):
+            return "foreign", f"{what}, and the driver lists no process; {told}"
+        waiting = [raw for raw in self._waiting if raw not in holders]
+        tasks = "; ".join(_process_text(raw) for raw in waiting[:5])
+        return "orphaned", (
+            f"{what} by no process, even on the node; {told}"
+            + (f"; in state D: {tasks}" if tasks else "")
+        )
+
+    def failed(self, rows: Raw, seen: Sequence[GpuState]) -> list[GpuState]:
+        """Return the cards that gave no row, as far as they are known by number or bus."""
+        found = []
+        for index, text in rows.get("failed", {}).items():
+            card = self._card_at(text)
+            found.append(_failed(int(index), card, str(text)))
+        if not found and rows["rc"] and rows["rows"]:
+            card = self._card_at(str(rows["problem"]))
+            if card and card["uuid"] not in {gpu.uuid for gpu in seen}:
+                found.append(_failed(None, card, str(rows["problem"])))
+        return found
+
+    def _card_at(self, text: str) -> Raw:
+        """Return what the kernel module knows of the card whose bus the driver names."""
+        named = {match[2].lower() for match in _BUS_ID.finditer(text)}
+        for card in self._cards:
+            if any(str(card["bus_id"]).lower().endswith(bus) for bus in named):
+                return dict(card)
+        return {}
 
 
-def _split(text: str) -> _Sections:
-    found = _Sections()
-    section: list[str] | None = None
-    name = ""
-    for raw in text.splitlines():
-        line = raw.strip()
-        if line == "@none":
-            found.installed = False
-        elif line in ("@gpus", "@apps"):
-            name = line[1:]
-            section = found.gpus if name == "gpus" else found.apps
-        elif line.startswith("@rc ") and line[4:].isdigit():
-            setattr(found, f"{name}_rc", int(line[4:]))
-            section = None
-        elif line.startswith("@pid ") and line[5:].isdigit():
-            section = found.facts.setdefault(int(line[5:]), [])
-        elif line and section is not None:
-            section.append(line)
-    return found
+def _failed(index: int | None, card: Raw, text: str) -> GpuState:
+    return GpuState(
+        index,
+        str(card.get("uuid", "")),
+        str(card.get("name", "")),
+        None,
+        None,
+        None,
+        "failed",
+        text,
+    )
 
 
-def _owners(sections: _Sections) -> tuple[dict[str, list[Owner]], bool]:
+def _process_text(raw: Raw) -> str:
+    where = "node" if raw["vmid"] is None else f"CT {raw['vmid']}"
+    return f"{where} pid {raw['pid']} {raw['command'][:60]} (state {raw['state']})"
+
+
+def _owners(apps: Sequence[str], facts: Mapping[int, Raw]) -> tuple[dict[str, list[Owner]], bool]:
     """Return the processes by GPU uuid, and whether a line could not be read."""
     owners: dict[str, list[Owner]] = {}
     unlisted = False
-    for line in sections.apps:
+    for line in apps:
         head, _, memory = line.rpartition(",")
         words = [word.strip() for word in head.split(",", 2)]  # a process name may hold commas
         if len(words) != 3 or not words[1].isdigit():
             unlisted = unlisted or not line.startswith("No running")
             continue
         uuid, pid, name = words
-        owner = _owner(int(pid), name, _mib(memory), sections.facts.get(int(pid), []))
+        owner = _owner(int(pid), name, _mib(memory), facts.get(int(pid)))
         owners.setdefault(uuid, []).append(owner)
     return owners, unlisted
 
 
-def _owner(pid: int, name: str, memory_bytes: int | None, facts: list[str]) -> Owner:
-    if not facts:
+def _owner(pid: int, name: str, memory_bytes: int | None, facts: Raw | None) -> Owner:
+    if facts is None:
         return Owner(pid, name, memory_bytes)
-    cgroup = next((line for line in facts if line.startswith("/lxc/")), "")
-    command = next((line[4:].strip() for line in facts if line.startswith("@cmd")), "") or name
+    command = str(facts["command"]) or name
     run = _RUN_DIR.search(command)
     return Owner(
         pid=pid,
         command=command,
         memory_bytes=memory_bytes,
-        user=None if facts[0] == "?" else facts[0],
-        vmid=int(cgroup[5:]) if cgroup else None,
-        age_s=int(facts[1]) if len(facts) > 1 and facts[1].isdigit() else None,
+        user=facts["user"],
+        vmid=facts["vmid"],
+        age_s=facts["age_s"],
         tag=run[2] if run and "trainer" in command else None,
+        inside_pid=facts["inside_pid"],
     )
-
-
-def _gpu(line: str, owners: dict[str, list[Owner]], *, apps_known: bool) -> GpuState | None:
-    words = [word.strip() for word in line.split(",")]
-    if len(words) < 6 or not words[0].isdigit():
-        return None
-    index, uuid = int(words[0]), words[1]
-    used, total, utilization = _mib(words[-3]), _mib(words[-2]), _percent(words[-1])
-    mine = tuple(owners.get(uuid, ()))
-    if used is None and not mine:
-        state, reason = "unknown", f"the driver says {words[-3]} of its memory"
-    else:
-        state, reason = _judge(used or 0, utilization, mine, apps_known=apps_known)
-    name = ", ".join(words[2:-3])
-    return GpuState(index, uuid, name, used, total, utilization, state, reason, mine)
-
-
-def _judge(
-    used_bytes: int,
-    utilization: float | None,
-    owners: tuple[Owner, ...],
-    *,
-    apps_known: bool,
-) -> tuple[str, str]:
-    if owners:
-        state = "ours" if all(owner.tag is not None for owner in owners) else "busy"
-        return state, "; ".join(owner.text() for owner in owners)
-    if used_bytes >= _IDLE_BYTES:
-        return "busy", f"{used_bytes / _MIB:.0f} MiB held, and no process is visible from here"
-    if utilization is not None and utilization >= _IDLE_FRAC:
-        return "busy", f"utilisation {utilization:.0%}, and no process is visible from here"
-    if not apps_known:
-        return "unknown", "the driver does not list its processes"
-    return "idle", ""
 
 
 def _mib(text: str) -> int | None:

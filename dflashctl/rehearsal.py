@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from dflashctl.gpu_locks import Holder, new_token
 from dflashctl.gpu_roles import Ways, claim_roles, cpu_roles
 from dflashctl.remote_run import (
     Code,
@@ -23,7 +24,7 @@ from dflashctl.remote_run import (
 )
 from trainer.contract.config import TrainConfig
 from trainer.contract.layout import Workspace
-from trainer.contract.manifest import Manifest
+from trainer.contract.manifest import Gpu, Manifest
 
 Report = dict[str, Any]
 
@@ -69,10 +70,20 @@ def rehearse(
     name = request.command
     facts = gather_facts(ways.inside, ways.place, request.code, request.config, name)
     raise_problems(facts, ways.place.label)
-    gpus = claim_roles(ways, facts) if request.claim else cpu_roles(ways.place.container)
-    pinned = Pinned(name, request.code, request.config, gpus, request.argv)
-    manifest = make_manifest(ways.place, pinned, facts)
-    return rehearse_pinned(ways, manifest, request, on_output, on_report)
+
+    def run(gpus: tuple[Gpu, ...]) -> Rehearsed:
+        pinned = Pinned(name, request.code, request.config, gpus, request.argv)
+        manifest = make_manifest(ways.place, pinned, facts)
+        return rehearse_pinned(ways, manifest, request, on_output, on_report)
+
+    container = ways.place.container
+    if not request.claim:
+        return run(cpu_roles(container))
+    directory = str(Workspace.at(container.workspace).rehearsal(name, "x"))[:-1]  # ends with /
+    holder = Holder(name, container.host_name, container.vmid, directory, new_token())
+    gpus, claim = claim_roles(ways, facts, holder)
+    with claim:
+        return run(gpus)
 
 
 def rehearse_pinned(

@@ -5,8 +5,13 @@
 ``launch --tag TAG`` finds out whether that launch took place.
 """
 
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from dflashctl.errors import RefusedError
 from trainer.contract.durable import write_by_rename
 from trainer.contract.errors import ContractError, ManifestError
 from trainer.contract.layout import check_tag
@@ -14,6 +19,7 @@ from trainer.contract.manifest import Manifest
 
 _INTENT = "launching.json"
 _RECORD = "manifest.json"
+_LOCKS = ".gpu-locks"  # the token of the GPU locks that a launch takes
 
 
 class RunStore:
@@ -25,6 +31,45 @@ class RunStore:
     def directory(self, tag: str) -> Path:
         """Return where the record and pulled files of ``tag`` lie; raises TagError."""
         return self.root / check_tag(tag)
+
+    @contextmanager
+    def guarded(self, tag: str) -> Iterator[None]:
+        """Let one launch of ``tag`` at a time go on here; leaves no empty directory.
+
+        The lock is on the directory itself and ends with the process, however that ends.
+        Raises: RefusedError while another command launches the tag.
+        """
+        directory = self.directory(tag)
+        made_root = not self.root.exists()
+        handle = _locked_directory(directory, tag)
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # not empty: there is a record
+                directory.rmdir()
+            if made_root:
+                with suppress(OSError):
+                    self.root.rmdir()
+            os.close(handle)
+
+    def note_token(self, tag: str, token: str) -> str | None:
+        """Note the token of the GPU locks that are about to be taken; return an earlier try's.
+
+        Only under ``guarded``: an earlier token is then that of a command which has ended.
+        """
+        former = self.token(tag)
+        write_by_rename(self.directory(tag) / _LOCKS, token.encode())
+        return former
+
+    def token(self, tag: str) -> str | None:
+        """Return the token of a launch that was not recorded, or None."""
+        with suppress(OSError, ValueError):
+            return (self.directory(tag) / _LOCKS).read_text()
+        return None
+
+    def forget_token(self, tag: str) -> None:
+        """Drop the token: its locks are tied to a run, or let go."""
+        (self.directory(tag) / _LOCKS).unlink(missing_ok=True)
 
     def intend(self, manifest: Manifest) -> None:
         """Note a launch that is about to be sent."""
@@ -38,6 +83,7 @@ class RunStore:
         """Drop the note of a launch that certainly did not take place."""
         directory = self.directory(tag)
         (directory / _INTENT).unlink(missing_ok=True)
+        self.forget_token(tag)
         if directory.is_dir() and not any(directory.iterdir()):
             directory.rmdir()
 
@@ -45,6 +91,7 @@ class RunStore:
         """Write the record of a run that was launched; the intent ends with it."""
         path = self._write(manifest, _RECORD)
         path.with_name(_INTENT).unlink(missing_ok=True)
+        self.forget_token(manifest.tag)
         return path
 
     def manifest(self, tag: str) -> Manifest | None:
@@ -84,3 +131,27 @@ class RunStore:
             raise ManifestError(
                 f"the record {path} is damaged ({error}); move it away and say --limit HOST/VMID"
             ) from error
+
+
+def _locked_directory(directory: Path, tag: str) -> int:
+    """Return the descriptor that holds a run's directory for this process alone."""
+    while True:
+        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            handle = os.open(directory, os.O_RDONLY)
+        except FileNotFoundError:
+            continue  # the command that held it has just removed it
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            raise RefusedError(
+                f"the tag {tag} exists: another command is launching it from here",
+                hint=f"wait for its end, then: dflashctl status {tag}",
+                place=str(directory),
+                code="tag-exists",
+            ) from None
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(handle), directory.stat()):
+                return handle
+        os.close(handle)  # it was removed between open and flock

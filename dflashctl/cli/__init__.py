@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from dflashctl import __version__
-from dflashctl.cli import act, observe, rehearse, site
+from dflashctl.cli import act, locks, observe, rehearse, site
 from dflashctl.cli.verb import Verbs
 from dflashctl.errors import DflashctlError, ExitCode, UsageError
 from dflashctl.render.failure import save_trace, show_failure
@@ -54,7 +54,7 @@ def _root(
     """Train DFlash drafters in Proxmox LXC containers, from the laptop."""
 
 
-for _module in (act, rehearse, observe, site):
+for _module in (act, rehearse, observe, locks, site):
     _module.register(app)
 
 

@@ -10,7 +10,7 @@ import typer
 
 from dflashctl.cli.output import say, show, tell_trips, to_stderr
 from dflashctl.cli.staging import Sets, TrainFile, open_ways, train_config
-from dflashctl.cli.verb import Options, Verb, current, finite_seconds
+from dflashctl.cli.verb import Options, Verb, current, finite_seconds, parse_duration
 
 if TYPE_CHECKING:
     from dflashctl.errors import DflashctlError
@@ -119,12 +119,13 @@ def gpus(
     from dataclasses import asdict
 
     from dflashctl.operations.gpus import look_at_gpus
-    from dflashctl.render.receipts import gpus_text
+    from dflashctl.render.gpus import gpus_text
 
     options = current(ctx)
-    places = options.places()
+    places, inside = options.places(), True
     while True:
-        hosts = look_at_gpus(places, accept_new=options.accept_new)
+        hosts = look_at_gpus(places, accept_new=options.accept_new, inside=inside)
+        inside = False  # pct costs a node a second of a core: with --watch only the first time
         failed = [host for host in hosts if host.exit_code]
         clear = "\x1b[H\x1b[J" if watch and sys.stdout.isatty() and not options.json else ""
         text = clear + gpus_text(hosts)
@@ -150,12 +151,16 @@ def launch(  # noqa: PLR0913 - the options of a verb are its parameters
         str | None, typer.Option("--resume", metavar="TAG", help="go on with a run that ended")
     ] = None,
     wait: Annotated[
+        str | None,
+        typer.Option(metavar="2h", help="wait so long for GPUs to be free (s, m, h or d)"),
+    ] = None,
+    *,
+    look: Annotated[
         float,
         typer.Option(
             metavar="SECONDS", callback=finite_seconds, help="longest wait for the first event"
         ),
     ] = 10.0,
-    *,
     skip_check: Annotated[
         bool, typer.Option("--skip-check", help="start without the check; the manifest says so")
     ] = False,
@@ -164,16 +169,16 @@ def launch(  # noqa: PLR0913 - the options of a verb are its parameters
     from dflashctl.errors import UsageError
     from dflashctl.render.receipts import launch_text
 
-    options = current(ctx)
+    options, wait_s = current(ctx), parse_duration(wait)
     if resume is not None:
         if tag or train or sets or skip_check:
             raise UsageError(
                 "--resume takes the run's own settings: no --tag, --train, --set or --skip-check",
                 hint=f"dflashctl launch --resume {resume}",
             )
-        result = _resume(options, resume, wait)
+        result = _resume(options, resume, (look, wait_s))
     else:
-        result = _launch(options, tag, (train, sets), wait, skip_check=skip_check)
+        result = _launch(options, tag, (train, sets), (look, wait_s), skip_check=skip_check)
     show(options, result, launch_text(result))
     tell_trips(options, result.round_trips)
 
@@ -182,7 +187,7 @@ def _launch(
     options: Options,
     tag: str | None,
     settings: tuple[Path | None, list[str] | None],
-    wait: float,
+    waits: tuple[float, float],
     *,
     skip_check: bool,
 ) -> Any:
@@ -195,17 +200,18 @@ def _launch(
     tag = tag or _propose_tag(options, runs)
     config = train_config(options, place, *settings)
     code = Code.of(build_bundle())
-    request = LaunchRequest(tag, code, config, tuple(sys.argv), wait, skip_check)
+    request = LaunchRequest(tag, code, config, tuple(sys.argv), waits[0], skip_check, waits[1])
     refuse_recorded(runs, tag, place.label)  # before any connection is made
     with open_ways(options, place) as ways:
         return run(ways, request, runs, say)
 
 
-def _resume(options: Options, tag: str, wait: float) -> Any:
+def _resume(options: Options, tag: str, waits: tuple[float, float]) -> Any:
+    from dflashctl.operations.launch import ResumeRequest
     from dflashctl.operations.launch import resume as run
 
     with open_ways(options, options.place_of(tag)) as ways:
-        return run(ways, tag, options.runs(), say, wait_s=wait)
+        return run(ways, ResumeRequest(tag, *waits), options.runs(), say)
 
 
 def stop(
@@ -217,6 +223,7 @@ def stop(
     ] = 60.0,
 ) -> None:
     """Stop a run with a checkpoint, and say what was proven."""
+    from dflashctl.operations.stop import StopRequest
     from dflashctl.operations.stop import stop as run
     from dflashctl.render.receipts import stop_text
     from trainer.contract.layout import Workspace
@@ -224,8 +231,9 @@ def stop(
     options = current(ctx)
     place = options.place_of(tag)
     layout = Workspace.at(place.container.workspace).run(tag)
+    request = StopRequest(place.container, layout, grace, options.runs().token(tag))
     with open_ways(options, place) as ways:
-        result = run(ways.inside, ways.node, layout, grace, say)
+        result = run(ways.inside, ways.node, request, say)
     show(options, result, stop_text(result), ok=result.clean)
     if not result.clean:
         raise typer.Exit(1)

@@ -4,6 +4,7 @@
 inventory, a place or the run records.
 """
 
+import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,6 +96,18 @@ def finite_seconds(value: float | None) -> float | None:
     if value is not None and not (0 <= value < float("inf")):
         raise typer.BadParameter(f"{value} is no number of seconds to wait")
     return value
+
+
+def parse_duration(text: str | None) -> float:
+    """Return the seconds of 2h, 90m, 1h30m, 45s or 45; None is 0. Raises: typer.BadParameter."""
+    units = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
+    if text is None:
+        return 0.0
+    whole = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?", text)
+    if not text or whole is None:
+        raise typer.BadParameter(f"{text} is no number of seconds, nor 10m, 2h or 1h30m")
+    pairs = zip(units.values(), whole.groups(), strict=True)
+    return sum(seconds * int(number) for seconds, number in pairs if number)
 
 
 def _store(name: str) -> Any:

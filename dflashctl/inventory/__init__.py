@@ -6,13 +6,14 @@ from dflashctl.inventory.hosts_file import (
     load_inventory,
     parse_inventory,
 )
-from dflashctl.inventory.model import Container, Host, Inventory, Place
+from dflashctl.inventory.model import Container, Expect, Host, Inventory, Place
 from dflashctl.inventory.starter import STARTER
 
 __all__ = [
     "FILE_NAME",
     "STARTER",
     "Container",
+    "Expect",
     "Host",
     "Inventory",
     "Place",

@@ -7,7 +7,7 @@ from typing import Any
 
 from dflashctl.errors import ConfigurationError, UsageError
 from dflashctl.inventory.document import Value, read_document
-from dflashctl.inventory.model import Container, Host, Inventory
+from dflashctl.inventory.model import Container, Expect, Host, Inventory
 
 FILE_NAME = "hosts.yaml"
 
@@ -123,6 +123,7 @@ def _host(key: Value, value: Value, directory: Path) -> Host:
         "connect_timeout_s": lambda item: item.number(0.1, 3600, "seconds"),
         "become": lambda item: item.choice(["auto", "none", "sudo"]),
         "groups": _groups,
+        "expect": _expect,
         "containers": lambda item: _containers(item, name),
     }
     settings = {item: readers[item](found) for item, found in value.mapping(list(readers)).items()}
@@ -153,6 +154,7 @@ def _container(key: Value, value: Value, host_name: str) -> Container:
         "log_dir": _directory,
         "env": _environment,
         "groups": _groups,
+        "expect": _expect,
         "pip_args": lambda item: tuple(one.text("an argument") for one in item.items()),
     }
     settings = {item: readers[item](found) for item, found in value.mapping(list(readers)).items()}
@@ -188,6 +190,15 @@ def _environment(value: Value) -> dict[str, str]:
         name = key.name("the name of an environment variable", _VARIABLE)
         result[name] = item.text("text", or_integer=True)
     return result
+
+
+def _expect(value: Value) -> Expect:
+    readers: dict[str, Reader] = {
+        "count": lambda item: item.integer(0, _MAX_GPU_INDEX + 1, "a number of GPUs"),
+        "model": lambda item: item.text("a part of the name that nvidia-smi shows"),
+    }
+    found = value.mapping(list(readers))
+    return Expect(**{item: readers[item](given) for item, given in found.items()})
 
 
 def _gpus(value: Value) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -15,6 +15,14 @@ BecomeSetting = Literal["auto", "none", "sudo"]
 
 
 @dataclass(frozen=True)
+class Expect:
+    """What GPUs a host or a container must have: how many, and a part of their names."""
+
+    count: int | None = None
+    model: str | None = None
+
+
+@dataclass(frozen=True)
 class Container:
     """One container of a host, or the host itself when ``vmid`` is None.
 
@@ -31,6 +39,7 @@ class Container:
     env: dict[str, str] = field(default_factory=dict)
     groups: tuple[str, ...] = ()
     pip_args: tuple[str, ...] = ()
+    expect: Expect | None = None
 
     @property
     def label(self) -> str:
@@ -58,6 +67,7 @@ class Host:
     become: BecomeSetting = "auto"
     groups: tuple[str, ...] = ()
     containers: tuple[Container, ...] = ()
+    expect: Expect | None = None
 
     @property
     def ssh_line(self) -> str:

@@ -31,4 +31,5 @@ hosts:
         # env: {HF_HOME: /models/hf}
         # groups: [train]       # --limit train selects it
         # pip_args: ["--find-links", "/srv/wheels"]
+        # expect: {count: 8, model: RTX 3090}   # other GPUs are refused; a host may have it too
 """

@@ -9,7 +9,8 @@ from typing import Any
 
 from dflashctl.errors import DflashctlError, UsageError
 from dflashctl.files import collect, send, wanted
-from dflashctl.gpu_roles import Ways, require_free_again
+from dflashctl.gpu_locks import Holder, new_token
+from dflashctl.gpu_roles import Ways, claim_again
 from dflashctl.remote_run import TrainerCommand, read_remote_file, remote_manifest, run_trainer
 from dflashctl.transport.base import Transport
 from trainer.contract.layout import RunLayout, Workspace
@@ -46,12 +47,14 @@ def evaluate(
         raise UsageError(
             f"there is no run {request.tag}", hint="dflashctl runs list", place=ways.place.label
         )
-    require_free_again(ways, manifest)
     layout = Workspace.at(manifest.workspace).run(request.tag)
     prompts = _prompt_path(ways.inside, layout, request.prompts)
     argv = ["evaluate", "--run-dir", str(layout.root), "--prompts", prompts]
     command = TrainerCommand(str(layout.root), [*argv, *request.options])
-    run_trainer(ways.inside, command, on_output)
+    container = ways.place.container
+    holder = Holder(request.tag, container.host_name, container.vmid, str(layout.root), new_token())
+    with claim_again(ways, manifest, holder):
+        run_trainer(ways.inside, command, on_output)
     data = read_remote_file(ways.inside, str(layout.evaluation))
     if data is None:
         raise DflashctlError(

@@ -4,11 +4,16 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from dflashctl.command import pct_exec
 from dflashctl.errors import DflashctlError, ExitCode
-from dflashctl.gpus import GpuState, Probe, probe
+from dflashctl.gpu_roles import CPU, lost_inside, unexpected
+from dflashctl.gpus import GpuState, Probe, View, probe
 from dflashctl.inventory import Container, Host, Place
 from dflashctl.run_status import MAX_HOSTS_AT_ONCE
 from dflashctl.transport import connect, connect_host
+from dflashctl.transport.base import Transport
+
+_LIST = ("timeout", "-k", "2", "10", "nvidia-smi", "-L")
 
 
 @dataclass(frozen=True)
@@ -31,8 +36,23 @@ class HostGpus:
     seen_from: str = "node"
 
 
-def look_at_gpus(places: Sequence[Place], *, accept_new: bool = False) -> list[HostGpus]:
-    """Ask every host of ``places`` once; a host that fails gives a row with its error."""
+@dataclass(frozen=True)
+class _Trouble:
+    """What is wrong with a host's GPUs, the worst first when sorted by ``rank``."""
+
+    rank: int
+    text: str
+    hint: str
+    exit_code: ExitCode
+
+
+def look_at_gpus(
+    places: Sequence[Place], *, accept_new: bool = False, inside: bool = True
+) -> list[HostGpus]:
+    """Ask every host of ``places`` once; a host that fails gives a row with its error.
+
+    inside: have the node ask its containers as well, whether they see their GPUs.
+    """
     hosts: dict[str, tuple[Host, list[Container]]] = {}
     for place in places:
         hosts.setdefault(place.host.name, (place.host, []))[1].append(place.container)
@@ -40,33 +60,35 @@ def look_at_gpus(places: Sequence[Place], *, accept_new: bool = False) -> list[H
         return []
     with ThreadPoolExecutor(max_workers=min(len(hosts), MAX_HOSTS_AT_ONCE)) as pool:
         futures = [
-            pool.submit(_ask, host, containers, accept_new=accept_new)
+            pool.submit(_ask, host, containers, accept_new=accept_new, inside=inside)
             for host, containers in hosts.values()
         ]
         return [future.result() for future in futures]
 
 
-def _ask(host: Host, containers: list[Container], *, accept_new: bool) -> HostGpus:
+def _ask(host: Host, containers: list[Container], *, accept_new: bool, inside: bool) -> HostGpus:
     try:
-        answer, seen_from = _probe_host(host, containers, accept_new=accept_new)
+        answer, seen_from = _probe_host(host, containers, accept_new=accept_new, inside=inside)
     except DflashctlError as error:
         return HostGpus(host.name, (), error.message, error.hint, int(error.exit_code))
-    rows = tuple(GpuRow(gpu, _roles(gpu, containers)) for gpu in answer.gpus)
+    rows = _rows(answer, containers)
     if not answer.installed and all(_needs_no_gpu(container) for container in containers):
         return HostGpus(host.name, (), seen_from=seen_from)
-    doubts = [f"GPU {gpu.index}: {gpu.reason}" for gpu in answer.gpus if gpu.state == "unknown"]
-    doubt = answer.problem or "; ".join(doubts)
-    if not doubt:
+    troubles = sorted(_troubles(answer, host, containers, rows), key=lambda trouble: trouble.rank)
+    if not troubles:
         return HostGpus(host.name, rows, seen_from=seen_from)
-    hint = "log in to the node and run nvidia-smi"
-    return HostGpus(host.name, rows, doubt, hint, int(ExitCode.UNKNOWN), seen_from)
+    text = "; ".join(dict.fromkeys(trouble.text for trouble in troubles))
+    first = troubles[0]
+    return HostGpus(host.name, rows, text, first.hint, int(first.exit_code), seen_from)
 
 
-def _probe_host(host: Host, containers: list[Container], *, accept_new: bool) -> tuple[Probe, str]:
+def _probe_host(
+    host: Host, containers: list[Container], *, accept_new: bool, inside: bool
+) -> tuple[Probe, str]:
     """Ask the node; where it has no nvidia-smi, the first container that has one."""
     transport = connect_host(host, accept_new=accept_new)
     try:
-        answer = probe(transport)
+        answer = probe(transport, inside=_views(transport, host, containers) if inside else None)
     finally:
         transport.close()
     if answer.installed:
@@ -74,14 +96,104 @@ def _probe_host(host: Host, containers: list[Container], *, accept_new: bool) ->
     for container in containers:
         if container.vmid is None:
             continue
-        inside = connect(Place(host, container), accept_new=accept_new)
+        within = connect(Place(host, container), accept_new=accept_new)
         try:
-            seen = probe(inside)
+            seen = probe(within, from_node=False)
         finally:
-            inside.close()
+            within.close()
         if seen.installed:
             return seen, container.label
     return answer, "node"
+
+
+def _views(node: Transport, host: Host, containers: list[Container]) -> dict[int, list[str]]:
+    """Return the node's commands that list the GPUs as its containers see them."""
+    sudo = host.become == "sudo" or (host.become == "auto" and node.user != "root")
+    return {
+        container.vmid: pct_exec(container.vmid, _LIST, "sudo" if sudo else "none")
+        for container in containers
+        if container.vmid is not None and not _needs_no_gpu(container)
+    }
+
+
+def _rows(answer: Probe, containers: list[Container]) -> tuple[GpuRow, ...]:
+    """Return the cards with their roles, and the lost ones that only hosts.yaml knows."""
+    rows = [GpuRow(gpu, _roles(gpu, containers)) for gpu in answer.gpus]
+    if answer.gpus and answer.problem and not answer.wedged:
+        for role in _missing(answer, containers):
+            index = int(role) if role.isdigit() else None
+            uuid = "" if role.isdigit() else role
+            gpu = GpuState(index, uuid, "", None, None, None, "failed", answer.problem)
+            rows.append(GpuRow(gpu, _roles(gpu, containers)))
+    return tuple(rows)
+
+
+def _missing(answer: Probe, containers: list[Container]) -> list[str]:
+    """Return the GPUs of hosts.yaml that are not among the cards."""
+    there = {name for gpu in answer.gpus for name in (str(gpu.index), gpu.uuid)}
+    named = (role for one in containers for role in (*one.target, *one.drafter))
+    return [role for role in dict.fromkeys(named) if role != CPU and role not in there]
+
+
+def _troubles(
+    answer: Probe, host: Host, containers: list[Container], rows: Sequence[GpuRow]
+) -> list[_Trouble]:
+    """Return everything that is not as it should be."""
+    look = "log in to the node and run nvidia-smi"
+    unknown = [row.gpu for row in rows if row.gpu.state == "unknown"]
+    failed = [row.gpu for row in rows if row.gpu.state == "failed"]
+    found = [
+        _Trouble(0, f"GPU {gpu.index}: {gpu.reason}", look, ExitCode.UNKNOWN) for gpu in unknown
+    ]
+    for gpu in failed:
+        name = gpu.uuid if gpu.index is None else gpu.index
+        hint = "look for Xid lines in the node's dmesg; a lost card comes back with a restart"
+        found.append(_Trouble(1, f"GPU {name} failed: {gpu.reason}", hint, ExitCode.MISMATCH))
+    if answer.wedged or (answer.problem and not answer.mismatch and not failed):
+        found.append(_Trouble(0, answer.problem, look, ExitCode.UNKNOWN))
+    elif answer.mismatch:
+        found.append(_Trouble(0, answer.problem, look, ExitCode.MISMATCH))
+    if answer.gpus and not answer.wedged:
+        found += _differences(answer, host, containers)
+    return found
+
+
+def _differences(answer: Probe, host: Host, containers: list[Container]) -> list[_Trouble]:
+    """Return what differs from hosts.yaml: names, number, model; and containers without GPUs."""
+    texts = []
+    if not answer.problem:
+        there = ", ".join(str(gpu.index) for gpu in answer.gpus)
+        texts += [
+            f"GPU {role} of hosts.yaml is not there (found: {there})"
+            for role in _missing(answer, containers)
+        ]
+        if host.expect is not None:
+            texts.append(unexpected(answer.gpus, host.expect))
+    views = dict(answer.views)
+    hint = "correct hosts.yaml, or look at the node's cards: nvidia-smi -L"
+    for container in containers:
+        view = None if container.vmid is None else views.get(container.vmid)
+        if view is not None and view.is_running:
+            text = _inside(view, answer, container)
+            texts.append(text)
+            hint = f"pct reboot {container.vmid}" if text else hint
+    return [_Trouble(2, text, hint, ExitCode.MISMATCH) for text in texts if text]
+
+
+def _inside(view: View, answer: Probe, container: Container) -> str:
+    """Say what is wrong with what a container sees; "" when nothing is."""
+    if view.problem:
+        return f"{container.label}: {lost_inside(view.problem, container.label).message}"
+    by_name = {name: gpu for gpu in answer.gpus for name in (str(gpu.index), gpu.uuid)}
+    for role in (*container.target, *container.drafter):
+        gpu = by_name.get(role)
+        if gpu is not None and gpu.uuid and gpu.state != "failed" and gpu.uuid not in view.uuids:
+            return f"{container.label} does not see GPU {gpu.index} ({gpu.uuid})"
+    if container.expect is None:
+        return ""
+    seen = [gpu for gpu in answer.gpus if gpu.uuid in view.uuids]
+    text = unexpected(seen, container.expect)
+    return text and f"{container.label}: {text}"
 
 
 def _roles(gpu: GpuState, containers: list[Container]) -> tuple[str, ...]:
@@ -95,4 +207,4 @@ def _roles(gpu: GpuState, containers: list[Container]) -> tuple[str, ...]:
 
 
 def _needs_no_gpu(container: Container) -> bool:
-    return all(role == "cpu" for role in (*container.target, *container.drafter))
+    return all(role == CPU for role in (*container.target, *container.drafter))

@@ -17,12 +17,24 @@ from dflashctl.errors import (
     StateUnknownError,
     UnreachableError,
 )
-from dflashctl.gpu_roles import Ways, claim_roles, require_free_again
+from dflashctl.gpu_locks import Holder, new_token
+from dflashctl.gpu_roles import (
+    Claim,
+    Ways,
+    claim,
+    claim_again,
+    claim_roles,
+    require_idle,
+    uses_gpus,
+)
+from dflashctl.gpu_wait import Patience, when_free
+from dflashctl.gpus import Probe
 from dflashctl.parity import CheckRequest, look_before_launch, require_passed
 from dflashctl.remote_run import (
     Code,
     Pinned,
     gather_facts,
+    layout_of,
     look_again,
     make_manifest,
     raise_problems,
@@ -32,8 +44,8 @@ from dflashctl.remote_run import (
 )
 from dflashctl.run_store import RunStore
 from trainer.contract.config import TrainConfig
-from trainer.contract.layout import check_tag
-from trainer.contract.manifest import Manifest
+from trainer.contract.layout import Workspace, check_tag
+from trainer.contract.manifest import Gpu, Manifest
 
 Say = Callable[[str], None]
 
@@ -42,16 +54,17 @@ Say = Callable[[str], None]
 class LaunchRequest:
     """A new run.
 
-    wait_s: how long the second look waits for the run's first event. skip_check: start without the
-    train-serve check; the manifest then says so.
+    look_s: how long the second look waits for the run's first event. skip_check: start without the
+    train-serve check; the manifest then says so. wait_s: how long to wait for GPUs to be free.
     """
 
     tag: str
     code: Code
     config: TrainConfig
     argv: tuple[str, ...]
-    wait_s: float = 10.0
+    look_s: float = 10.0
     skip_check: bool = False
+    wait_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -75,8 +88,16 @@ def launch(ways: Ways, request: LaunchRequest, runs: RunStore, say: Say) -> Laun
     MismatchError, StateUnknownError when the answer of the start was lost, DflashctlError when the
     run ended.
     """
-    tag, label = check_tag(request.tag), ways.place.label
-    refuse_recorded(runs, tag, label)
+    tag, container = check_tag(request.tag), ways.place.container
+    refuse_recorded(runs, tag, ways.place.label)
+    patience = Patience(request.wait_s, lambda answer: claim(container, answer))
+    with runs.guarded(tag):
+        return when_free(ways, patience, lambda: _launch(ways, request, runs, say), say)
+
+
+def _launch(ways: Ways, request: LaunchRequest, runs: RunStore, say: Say) -> LaunchResult:
+    """Launch, or find out at once why not."""
+    tag, label = request.tag, ways.place.label
     intent = runs.intent(tag)
     say("reading facts")
     facts = gather_facts(ways.inside, ways.place, request.code, request.config, tag)
@@ -86,15 +107,16 @@ def launch(ways: Ways, request: LaunchRequest, runs: RunStore, say: Say) -> Laun
             raise _tag_exists(tag, f"its run directory is there ({there['state']})", label)
         say(f"an earlier launch of {tag} was interrupted after its start; completing it")
         _require_same(intent, request)
-        return _prove(ways, intent, runs, _Proof(request.wait_s, adopted=True), say)
+        return _adopt(ways, intent, runs, _Proof(request.look_s, adopted=True), say)
     raise_problems(facts, label)
-    gpus = claim_roles(ways, facts)
-    pinned = Pinned(tag, request.code, request.config, gpus, request.argv)
-    manifest = _checked(ways, make_manifest(ways.place, pinned, facts), request, say)
-    runs.intend(manifest)
-    say("starting")
-    _start(ways, manifest, runs, resume=False)
-    return _prove(ways, manifest, runs, _Proof(request.wait_s), say)
+    with _Locking(ways, tag, runs, say) as locking:
+        gpus = locking.hold(lambda holder: claim_roles(ways, facts, holder))
+        pinned = Pinned(tag, request.code, request.config, gpus, request.argv)
+        manifest = _checked(ways, make_manifest(ways.place, pinned, facts), request, say)
+        runs.intend(manifest)
+        say("starting")
+        _start(ways, manifest, runs, locking, resume=False)
+        return _prove(ways, manifest, runs, _Proof(request.look_s), locking)
 
 
 def _checked(ways: Ways, manifest: Manifest, request: LaunchRequest, say: Say) -> Manifest:
@@ -111,11 +133,52 @@ def _checked(ways: Ways, manifest: Manifest, request: LaunchRequest, say: Say) -
     return replace(manifest, check="passed")
 
 
-def resume(ways: Ways, tag: str, runs: RunStore, say: Say, *, wait_s: float = 10.0) -> LaunchResult:
+@dataclass(frozen=True)
+class ResumeRequest:
+    """A run to go on with; the waits are those of LaunchRequest."""
+
+    tag: str
+    look_s: float = 10.0
+    wait_s: float = 0.0
+
+
+def resume(ways: Ways, request: ResumeRequest, runs: RunStore, say: Say) -> LaunchResult:
     """Start a run that has ended again, from its last complete checkpoint.
 
     The manifest, the release and the GPUs are those of the first launch. Raises: as ``launch``.
     """
+    with runs.guarded(request.tag):
+        again = _Again(ways, request, runs, say)
+        return when_free(ways, Patience(request.wait_s, again.require_free), again.resume, say)
+
+
+class _Again:
+    """One resume, tried until its GPUs are free."""
+
+    def __init__(self, ways: Ways, request: ResumeRequest, runs: RunStore, say: Say) -> None:
+        self._ways, self._request, self._runs, self._say = ways, request, runs, say
+        self._uuids: list[str] = []
+
+    def require_free(self, answer: Probe) -> None:
+        """Raise unless the run's GPUs are idle."""
+        label = self._ways.place.label
+        for uuid in self._uuids:
+            require_idle(answer.find(uuid, label), label, answer)
+
+    def resume(self) -> LaunchResult:
+        """Resume, or find out at once why not."""
+        ways, request, runs, say = self._ways, self._request, self._runs, self._say
+        manifest = _resumable(ways, request.tag, say)
+        self._uuids = [gpu.uuid for gpu in manifest.gpus if gpu.uuid is not None]
+        with _Locking(ways, request.tag, runs, say) as locking:
+            locking.hold(lambda holder: ((), claim_again(ways, manifest, holder)))
+            say("starting")
+            _start(ways, manifest, runs, locking, resume=True)
+            return _prove(ways, manifest, runs, _Proof(request.look_s, resumed=True), locking)
+
+
+def _resumable(ways: Ways, tag: str, say: Say) -> Manifest:
+    """Return the manifest of a run that may be resumed; raises as ``launch``."""
     label = ways.place.label
     manifest = remote_manifest(ways.inside, ways.place, check_tag(tag))
     if manifest is None:
@@ -132,25 +195,80 @@ def resume(ways: Ways, tag: str, runs: RunStore, say: Say, *, wait_s: float = 10
         )
     raise_problems(facts, label, ignore=("tag-exists", "packages", "python"))
     _require_unchanged(manifest, facts, label)
-    require_free_again(ways, manifest)
-    say("starting")
-    _start(ways, manifest, runs, resume=True)
-    return _prove(ways, manifest, runs, _Proof(wait_s, resumed=True), say)
+    return manifest
+
+
+class _Locking:
+    """The GPU locks of one launch: let go when it fails, kept while nobody knows, bound at last.
+
+    The token is noted here first, so that a rerun takes over the locks of a try that was killed.
+    """
+
+    def __init__(self, ways: Ways, tag: str, runs: RunStore, say: Say) -> None:
+        self.say = say
+        self.claim: Claim | None = None
+        self.kept = False  # whether the run lives, or may
+        self._ways, self._tag, self._runs = ways, tag, runs
+
+    def __enter__(self) -> "_Locking":
+        return self
+
+    def hold(self, take: Callable[[Holder], tuple[tuple[Gpu, ...], Claim]]) -> tuple[Gpu, ...]:
+        """Take the locks; a place without GPUs has none."""
+        container = self._ways.place.container
+        token, former = new_token(), None
+        if uses_gpus(container):
+            former = self._runs.note_token(self._tag, token)
+        run_dir = str(Workspace.at(container.workspace).run(self._tag).root)
+        names = (self._tag, container.host_name, container.vmid)
+        gpus, self.claim = take(Holder(*names, run_dir, token, former))
+        for lock in self.claim.taken_over:
+            self.say(f"took over the stale lock of GPU {lock.uuid}: {lock.text()}")
+        return gpus
+
+    def found(self, manifest: Manifest) -> None:
+        """Take up the locks of an earlier try again, by the token that it noted here."""
+        token = self._runs.token(self._tag)
+        if token is not None:
+            names = (manifest.tag, manifest.host, manifest.vmid, str(layout_of(manifest).root))
+            self.claim = Claim(self._ways, Holder(*names, token))
+            self.claim.took([gpu.uuid for gpu in manifest.gpus if gpu.uuid], ())
+
+    def tie(self) -> None:
+        """Tie the locks to the process of a run that was seen alive."""
+        try:
+            if self.claim is not None:
+                self.claim.bind()
+        except DflashctlError as error:
+            self.say(f"the GPU locks are not tied to the run yet ({error.message}); it holds them")
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        """Let go of the locks, unless the run lives, or may."""
+        if self.kept:
+            return
+        if self.claim is None or self.claim.let_go():
+            self._runs.forget_token(self._tag)
 
 
 @dataclass(frozen=True)
 class _Proof:
-    wait_s: float
+    look_s: float
     adopted: bool = False
     resumed: bool = False
 
 
-def _start(ways: Ways, manifest: Manifest, runs: RunStore, *, resume: bool) -> None:
+def _start(
+    ways: Ways, manifest: Manifest, runs: RunStore, locking: _Locking, *, resume: bool
+) -> None:
     environment = trainer_environment(ways.place.container, manifest)
     tag = manifest.tag
+    if locking.claim is not None:
+        locking.claim.renew_if_due()
+    locking.kept = True
     try:
         answer = start_run(ways.inside, manifest, environment, resume=resume)
     except (RefusedError, ContainerDownError):
+        locking.kept = False
         if not resume:
             runs.forget_intent(tag)  # nothing was started, and that is certain
         raise
@@ -158,6 +276,7 @@ def _start(ways: Ways, manifest: Manifest, runs: RunStore, *, resume: bool) -> N
         again = f"--resume {tag}" if resume else f"--tag {tag}"
         error.hint = f"dflashctl status {tag}   (the same `launch {again}` completes it)"
         raise
+    locking.kept = False
     if not answer["started"]:
         if not resume:
             runs.forget_intent(tag)
@@ -169,10 +288,23 @@ def _start(ways: Ways, manifest: Manifest, runs: RunStore, *, resume: bool) -> N
         )
 
 
-def _prove(ways: Ways, manifest: Manifest, runs: RunStore, proof: _Proof, say: Say) -> LaunchResult:
+def _adopt(ways: Ways, manifest: Manifest, runs: RunStore, proof: _Proof, say: Say) -> LaunchResult:
+    """Complete a launch whose command was killed after the start; its locks are found again."""
+    with _Locking(ways, manifest.tag, runs, say) as locking:
+        locking.found(manifest)
+        return _prove(ways, manifest, runs, proof, locking)
+
+
+def _prove(
+    ways: Ways, manifest: Manifest, runs: RunStore, proof: _Proof, locking: _Locking
+) -> LaunchResult:
     """Look from a second command; only what it saw is told as true."""
-    say("looking again")
-    seen = look_again(ways.inside, manifest, proof.wait_s)
+    locking.say("looking again")
+    locking.kept = True
+    seen = look_again(ways.inside, manifest, proof.look_s)
+    locking.kept = seen["state"] == "running"
+    if locking.kept:
+        locking.tie()
     record = runs.record(manifest)
     ended = seen["exit"] or {}
     if seen["state"] == "lost" or (seen["state"] == "ended" and ended.get("state") != "finished"):

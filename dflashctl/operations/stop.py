@@ -5,7 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from dflashctl.gpus import probe
+from dflashctl.gpu_locks import Lock, ask, read_locks
+from dflashctl.gpus import parse
+from dflashctl.inventory import Container
 from dflashctl.remote_run import stop_run
 from dflashctl.transport.base import Transport
 from trainer.contract.layout import RunLayout
@@ -25,6 +27,7 @@ class StopResult:
     exit: dict[str, Any] | None
     session_gone: bool
     gpus_released: bool | None
+    locks_kept: tuple[Lock, ...] = ()
 
     @property
     def clean(self) -> bool:
@@ -34,17 +37,25 @@ class StopResult:
         return over and (self.ended_before or asked_well)
 
 
+@dataclass(frozen=True)
+class StopRequest:
+    """Which run, and the seconds for its checkpoint; token: of its GPU locks, where known."""
+
+    container: Container
+    layout: RunLayout
+    grace_s: float
+    token: str | None = None
+
+
 def stop(
-    transport: Transport,
-    node: Transport,
-    layout: RunLayout,
-    grace_s: float,
-    say: Callable[[str], None],
+    transport: Transport, node: Transport, request: StopRequest, say: Callable[[str], None]
 ) -> StopResult:
     """Stop the run: SIGINT and ``grace_s`` for a checkpoint, SIGTERM, SIGKILL to its group.
 
+    Its GPU locks are let go once none of its processes lives.
     Raises: UsageError when there is no such run.
     """
+    layout = request.layout
 
     def on_line(line: bytes) -> None:
         step = json.loads(line)
@@ -53,7 +64,8 @@ def stop(
         elif "waiting_s" in step:
             say(f"waiting for the checkpoint and the end: {step['waiting_s']:.0f} s")
 
-    answer = stop_run(transport, layout, grace_s, on_line)
+    answer = stop_run(transport, layout, request.grace_s, on_line)
+    released, kept = _released(node, request)
     return StopResult(
         tag=layout.tag,
         ended_before=answer["ended_before"],
@@ -61,13 +73,19 @@ def stop(
         gone=answer.get("gone", True),
         exit=answer["exit"],
         session_gone=answer["session_gone"],
-        gpus_released=_released(node, layout.tag),
+        gpus_released=released,
+        locks_kept=kept,
     )
 
 
-def _released(node: Transport, tag: str) -> bool | None:
-    """Say whether no process of the run is left on a GPU of the node."""
-    answer = probe(node)
+def _released(node: Transport, request: StopRequest) -> tuple[bool | None, tuple[Lock, ...]]:
+    """Let go of the run's locks; say whether no process of it is left on a GPU of the node."""
+    run_dir, vmid = str(request.layout.root), request.container.vmid
+    run = {"token": request.token, "vmid": vmid, "run_dir": run_dir}
+    raw = ask(node, "release", run=run, look=True)
+    answer, kept = parse(raw), read_locks(raw, "kept")
     if not answer.gpus or answer.problem:
-        return None
-    return not any(owner.tag == tag for gpu in answer.gpus for owner in gpu.owners)
+        return None, kept
+    tag = request.layout.tag
+    left = [o for gpu in answer.gpus for o in gpu.owners if (o.tag, o.vmid) == (tag, vmid)]
+    return not left, kept

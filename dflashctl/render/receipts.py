@@ -8,46 +8,13 @@ from dflashctl.errors import DflashctlError
 from dflashctl.operations.data_doctor import DoctorResult
 from dflashctl.operations.deploy import DeployResult
 from dflashctl.operations.evaluate import EvaluateResult
-from dflashctl.operations.gpus import GpuRow, HostGpus
 from dflashctl.operations.launch import LaunchResult
 from dflashctl.operations.push import PushResult
 from dflashctl.operations.stop import StopResult
 from dflashctl.operations.warmup import WarmupResult
 from dflashctl.render.failure import failure_fields
-from dflashctl.render.tables import format_table, size
+from dflashctl.render.tables import size
 from trainer.contract.manifest import Manifest
-
-_GIB = 1 << 30
-
-
-def gpus_text(hosts: Sequence[HostGpus]) -> str:
-    """Return the table of ``gpus``; a host that failed has a row of its own."""
-    headers = ("HOST", "GPU", "NAME", "UUID", "UTIL", "MEMORY", "STATE", "FOR", "HELD BY")
-    rows: list[tuple[str, ...]] = []
-    for host in hosts:
-        rows += [_gpu_row(host, row) for row in host.rows]
-        if host.error and not any(row.gpu.state == "unknown" for row in host.rows):
-            rows.append((host.host, "?", "", "", "?", "?", "UNKNOWN", "", host.error))
-        elif not host.rows and not host.error:
-            rows.append((host.host, "-", "", "", "", "", "no GPU", "", ""))
-    return format_table(headers, rows)
-
-
-def _gpu_row(host: HostGpus, row: GpuRow) -> tuple[str, ...]:
-    gpu = row.gpu
-    used = "?" if gpu.memory_used_bytes is None else f"{gpu.memory_used_bytes / _GIB:.1f}"
-    total = "?" if gpu.memory_total_bytes is None else f"{gpu.memory_total_bytes / _GIB:.1f}"
-    return (
-        host.host,
-        str(gpu.index),
-        gpu.name,
-        gpu.uuid[:12],
-        "?" if gpu.utilization_frac is None else f"{gpu.utilization_frac:.0%}",
-        f"{used}/{total} GiB",
-        gpu.state.upper() if gpu.state == "unknown" else gpu.state,
-        ", ".join(row.roles),
-        gpu.reason,
-    )
 
 
 def deploy_text(result: DeployResult) -> str:
@@ -164,6 +131,8 @@ def stop_text(result: StopResult) -> str:
         f"  tmux session     {'gone' if result.session_gone else 'STILL THERE'}",
         f"  GPUs             {released[result.gpus_released]}",
     ]
+    if result.locks_kept:
+        lines.append(f"  GPU locks        STILL HELD: {result.locks_kept[0].why}")
     return "\n".join(lines) + "\n"
 
 

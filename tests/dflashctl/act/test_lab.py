@@ -101,7 +101,8 @@ def test_launch_holds_the_gpus_the_tag_and_the_line_and_stop_releases_them(
     assert (same.returncode, "error[tag-exists]" in same.stderr) == (3, True)
     other = deployed.run("-l", "kpro6/200", "launch", "--tag", "y")
     assert other.returncode == 3
-    assert "is not idle: run x (CT 200 pid" in other.stderr
+    assert "GPU 0 (GPU-5eed0000-" in other.stderr
+    assert "is not idle: locked by run x of " in other.stderr
     assert "dflashctl stop x" in other.stderr
     stopped = deployed.document("stop", "x")
     assert (stopped["rc"], stopped["signal"], stopped["gpus_released"]) == (0, "SIGINT", True)
@@ -148,9 +149,9 @@ def test_a_lost_card_is_a_problem_and_its_neighbours_keep_their_rows(
     lab_site.fault("kpro7", "gpu", "lost_rows:1")
     document = project.document("-l", "kpro7", "gpus")
     (host,) = document["hosts"]
-    assert document["rc"] == 8
-    assert [row["gpu"]["state"] for row in host["rows"]] == ["idle", "unknown"]
-    assert host["error"] == "GPU 1: the driver says [GPU is lost] of its memory"
+    assert document["rc"] == 7
+    assert [row["gpu"]["state"] for row in host["rows"]] == ["idle", "failed"]
+    assert host["error"] == "GPU 1 failed: the driver says [GPU is lost] of its memory"
 
 
 @pytest.mark.slow

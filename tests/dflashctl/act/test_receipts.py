@@ -5,9 +5,9 @@ from dflashctl.operations.evaluate import EvaluateResult
 from dflashctl.operations.gpus import GpuRow, HostGpus
 from dflashctl.operations.stop import StopResult
 from dflashctl.operations.warmup import WarmupResult
+from dflashctl.render.gpus import gpus_text
 from dflashctl.render.receipts import (
     evaluate_text,
-    gpus_text,
     stop_text,
     warmup_progress,
     warmup_text,
@@ -45,7 +45,7 @@ def test_an_inexact_evaluation_says_no_and_counts_near_ties() -> None:
 
 def test_the_table_of_gpus_is_aligned_and_shows_markup_as_it_is() -> None:
     owner = Owner(7, "[bold]python[/bold] x.py", 1, vmid=105)
-    busy = GpuState(0, "GPU-0123456789ab", "H200", 1 << 30, 2 << 30, 0.5, "busy", owner.text())
+    busy = GpuState(0, "GPU-0123456789ab", "H200", 1 << 30, 2 << 30, 0.5, "foreign", owner.text())
     hosts = [
         HostGpus("kpro6", (GpuRow(busy, ("200 target",)),)),
         HostGpus("k7", (), "no route to host", "", 4),
@@ -54,7 +54,7 @@ def test_the_table_of_gpus_is_aligned_and_shows_markup_as_it_is() -> None:
     assert gpus_text(hosts).splitlines() == [
         "HOST   GPU  NAME  UUID          UTIL  MEMORY       STATE    FOR         HELD BY",
         (
-            "kpro6  0    H200  GPU-01234567  50%   1.0/2.0 GiB  busy     200 target"
+            "kpro6  0    H200  GPU-01234567  50%   1.0/2.0 GiB  foreign  200 target"
             "  CT 105 pid 7 [bold]python[/bold] x.py"
         ),
         "k7     ?                        ?     ?            UNKNOWN              no route to host",

@@ -85,12 +85,16 @@ def speculators_library(subject: Subject) -> Iterator[Finding]:
             key, _, told = text.partition(": ")
             where = f"{CONFIG}: {key}"
             yield Finding(FAIL, "layout", f"not representable: {told}", where, fix, (30,))
+        if SLIDING in subject.draft.layer_types:
+            yield _own_window(subject)
         if not refused:
             told = "convertible: python -m trainer convert SRC DST --to speculators --target DIR"
             yield Finding(OK, "layout", told)
         return
     yield from _last_tap(subject)
     yield from _proposal(subject)
+    if SLIDING in subject.draft.layer_types:
+        yield _own_window(subject)
 
 
 def llamacpp(subject: Subject) -> Iterator[Finding]:
@@ -245,6 +249,16 @@ def _causality(subject: Subject, read: tuple[str, ...]) -> Iterator[Finding]:
         yield Finding(WARN, "causality", told, where, "compare the acceptance length", (3, 43))
     else:
         yield Finding(OK, "causality", f"in a block: {told}")
+
+
+def _own_window(subject: Subject) -> Finding:
+    """Warn of the library's own forward: its window ends at the anchor, not at each slot."""
+    told = (
+        f"trained on in the library itself, every slot sees the {subject.draft.sliding_window} keys"
+        " before the anchor; engines and this trainer count from each slot"
+    )
+    fix = "serve it with vLLM as it is; measure again after training on with the library"
+    return Finding(WARN, "window", told, subject.key("sliding_window"), fix, (43,))
 
 
 def _proposal(subject: Subject) -> Iterator[Finding]:

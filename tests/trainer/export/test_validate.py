@@ -103,6 +103,14 @@ def test_converted_export_passes_vllm_and_speculators_alone(
     ]
 
 
+def test_warnings_tell_what_only_some_versions_do(export: Export, tiny_target: Path):
+    report = validate(export(**MIXED), ["all"], tiny_target)
+    warned = {(f.engine, f.rule) for f in report.findings if f.level == WARN}
+    assert warned == {("every", "card")} | {
+        (engine, "window") for engine in ("vllm", "speculators", "llamacpp")
+    }
+
+
 def every(*rules: str) -> dict[str, set[str]]:
     return {"every": set(rules)}
 

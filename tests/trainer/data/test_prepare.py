@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from tests.trainer.data.conftest import chat, make_tokenizer, write_lines
@@ -74,6 +76,29 @@ def test_repeated_chat_counts_once_across_files(chats: Path, tmp_path: Path, opt
         ]
         == 13
     )
+
+
+def test_processes_and_one_process_make_the_same_shards(
+    chats: Path, tmp_path: Path, options: Options
+):
+    alone = prepare(options(chats))
+    many = prepare(options(chats, output=tmp_path / "many", num_workers=2))
+    assert alone["sha256"] == many["sha256"]
+    assert digests(tmp_path / "out") == digests(tmp_path / "many")
+
+
+def test_table_gives_the_samples_of_the_lines_it_was_made_of(tmp_path: Path, options: Options):
+    records = [chat(f"question {i}", "answer " + "y" * i) for i in range(10)]
+    lines = write_lines(tmp_path / "chats.jsonl", records)
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist(records), tmp_path / "chats.parquet", row_group_size=3
+    )
+    made = [
+        prepare(options(path, output=tmp_path / path.suffix[1:]))["content"]["shards"]
+        for path in (lines, tmp_path / "chats.parquet")
+    ]
+    assert made[0] == made[1]
+    assert sum(shard["num_samples"] for shard in made[0]) == 10
 
 
 def test_longer_chats_are_cut_or_listed(chats: Path, tmp_path: Path, options: Options):

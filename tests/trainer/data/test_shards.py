@@ -17,7 +17,7 @@ from tests.trainer.data.conftest import chat, make_tokenizer, write_lines
 from trainer.data.dataset import Sample, load_chats
 from trainer.data.prepare import prepare
 from trainer.data.prepare_options import PrepareOptions
-from trainer.data.shards import ShardDataset, content_digest, open_dataset
+from trainer.data.shards import INDEX, THINKING, ShardDataset, content_digest, open_dataset
 from trainer.errors import DataError
 
 END = 257
@@ -61,6 +61,23 @@ def test_samples_are_the_same_in_any_order_and_from_any_thread(prepared: Path, t
     for thread in threads:
         thread.join()
     assert flat(found[number] for number in range(30)) == wanted
+
+
+def test_index_says_where_each_sample_came_from(
+    tmp_path: Path, options: Callable[..., PrepareOptions], thinking_target: Path
+):
+    first = write_lines(tmp_path / "a.jsonl", ["{half", chat("q", "abc")])
+    second = write_lines(tmp_path / "b.jsonl", [chat("r", "de", reasoning_content="why")])
+    made = options(first, second, target=str(thinking_target), thinking="both")
+    index = np.concatenate(
+        [np.fromfile(path, INDEX) for path in sorted(prepare_here(made).glob("*.index.bin"))]
+    )
+    assert index["source"].tolist() == [0, 1, 1]
+    assert index["record"].tolist() == [2, 1, 1]
+    # abc<e> ; why</think>de<e> ; de<e>
+    assert index["trained"].tolist() == [4, 14, 3]
+    assert index["anchors"].tolist() == [3, 13, 2]
+    assert index["flags"].tolist() == [0, THINKING, 0]
 
 
 def test_reading_many_shards_keeps_few_of_them_open(tmp_path: Path, options: Any):

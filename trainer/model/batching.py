@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import TargetError
+from trainer.model import packed_attention
 from trainer.model.target import FULL, PACKED, ROWS, Target
 
 AUTO = "auto"
@@ -119,6 +120,7 @@ def check_batching(target: Target, batching: str) -> BatchingFinding:
 def active_kernels(target: Target, batching: str) -> dict[str, str]:
     """Say what computes attention and, for a hybrid target, its recurrent layers, with versions."""
     how = target.text_config._attn_implementation
+    how = "sdpa" if how == packed_attention.NAME else how
     kernels = {"attention": f"{how}{', by document' if batching == PACKED else ''}"}
     if target.recurrent_kinds:
         parts = [part for layer in target.layers for part in layer.modules()]

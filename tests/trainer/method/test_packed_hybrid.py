@@ -117,7 +117,7 @@ def test_packed_hybrid_is_taken_where_every_kernel_knows_the_boundaries(told: di
     assert told["packed"]["max_leak"] == 0.0
     assert told["apart"] < 2e-5
     assert told["packed"]["kernels"] == {
-        "attention": "sdpa_packed, by document",
+        "attention": "sdpa, by document",
         "delta rule": "flash-linear-attention 9.1",
         "convolution": "causal-conv1d 9.2",
     }

@@ -93,6 +93,34 @@ def test_right_padding_and_order_do_not_change_features(tiny_llama: LlamaForCaus
         torch.testing.assert_close(found, alone, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "max_rows", "forwards"),
+    [
+        ((1000, 10, 1000, 10), 10_000, [(2, 1000), (2, 10)]),  # 2532 tokens, not 4256
+        ((100, 90), 10_000, [(2, 100)]),  # 456, not 702
+        ((400, 400, 400), 800, [(1, 400), (2, 400)]),
+        ((900, 5), 800, [(1, 900), (1, 5)]),  # one document may be longer
+    ],
+)
+def test_rows_are_joined_where_padding_costs_less_than_a_forward(
+    lengths: tuple[int, ...],
+    max_rows: int,
+    forwards: list[tuple[int, int]],
+    tiny_llama: LlamaForCausalLM,
+):
+    seen: list[tuple[int, int]] = []
+    target = Target(tiny_llama, (1, 3), forward_tokens=max_rows)
+    handle = tiny_llama.model.embed_tokens.register_forward_pre_hook(
+        lambda _module, ids: seen.append(tuple(ids[0].shape))
+    )
+    try:
+        features = target.document_features([torch.arange(n) % 200 for n in lengths])
+    finally:
+        handle.remove()
+    assert seen == forwards
+    assert [len(found) for found in features] == list(lengths)
+
+
 def test_threads_that_share_a_target_do_not_mix_their_taps(tiny_llama: LlamaForCausalLM):
     target = Target(tiny_llama, (1, 3))
     documents = [torch.arange(start, start + 30) for start in range(0, 120, 30)]

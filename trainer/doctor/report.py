@@ -14,6 +14,7 @@ from transformers import AutoConfig
 
 from trainer import assembly
 from trainer.contract.config import TrainConfig
+from trainer.contract.errors import ConfigError
 from trainer.contract.exit_record import TrainerExit
 from trainer.contract.manifest import Manifest
 from trainer.data.dataset import Dataset, load_tokenizer
@@ -76,6 +77,8 @@ def diagnose_run(run_dir: Path, num_samples: int, *, as_json: bool) -> TrainerEx
     num_samples: chats for the on-policy score. Raises: TargetError, DataError (no tokenizer),
     ContractError; what is wrong with the data itself is a finding.
     """
+    if num_samples < 0:
+        raise ConfigError(f"--samples {num_samples}: at least 0")
     manifest, config = assembly.read_manifest(run_dir)
     report = diagnose(manifest, config, run_dir, num_samples)
     document = report.to_dict()
@@ -188,7 +191,7 @@ def _devices(
     target: Target | None,
 ) -> dict[str, room.DeviceFacts]:
     """Return the memory of one device of each role; all devices of a role hold the same."""
-    cards = [room.Card("not asked", None)] * 2
+    cards = [room.Card("", "not asked", None)] * 2
     if target is not None:
         devices = assembly.devices_of(manifest, config)
         cards = [room.Card.of(d) for d in (devices.targets[0], devices.drafters[0])]

@@ -23,6 +23,10 @@ _SIZES = {"float32": 4, "bfloat16": 2}
 _EVENT_BYTES = 900  # a step event and its line of the log
 _FULL_FRAC = 0.95  # of a GPU: CUDA itself and fragments take the rest
 _TOKEN_BYTES = 5  # a token id and its mask, in memory
+_GPU_FIXES = {
+    "target": "lower target.forward_tokens, data.token_budget or run.queue_depth",
+    "drafter": "lower data.max_anchors, data.token_budget or loss.chunk_rows",
+}
 
 
 @dataclass(frozen=True)
@@ -59,13 +63,28 @@ class HostFacts:
 
 
 @dataclass(frozen=True)
-class DeviceFacts:
-    """One role's memory by part; total_bytes None where there is no GPU to compare with."""
+class Card:
+    """A device that holds a role; total_bytes None where there is no GPU to compare with."""
 
-    role: str
+    device: str
     name: str
-    parts: dict[str, int]
     total_bytes: int | None
+
+    @classmethod
+    def of(cls, device: torch.device) -> "Card":
+        """Ask CUDA; a CPU has no memory of its own."""
+        if device.type != "cuda":
+            return cls(str(device), "cpu", None)
+        facts = torch.cuda.get_device_properties(device)
+        return cls(str(device), str(facts.name), int(facts.total_memory))
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """One role's memory by part."""
+
+    card: Card
+    parts: dict[str, int]
 
     @property
     def needed_bytes(self) -> int:
@@ -134,7 +153,7 @@ def available_bytes(
 
 
 def target_facts(
-    text_config: Any, weight_bytes: int, draft: DraftConfig, config: TrainConfig, card: "Card"
+    text_config: Any, weight_bytes: int, draft: DraftConfig, config: TrainConfig, card: Card
 ) -> DeviceFacts:
     """Return what a target GPU holds: weights, one forward, and taps that wait for drafters."""
     size = _SIZES[config.target.dtype]
@@ -148,7 +167,7 @@ def target_facts(
         "forward (estimate)": forward_tokens * (8 * hidden + 3 * inner) * size,
         "taps in the queue": taps * (config.run.queue_depth + 1),
     }
-    return DeviceFacts("target", card.name, parts, card.total_bytes)
+    return DeviceFacts(card, parts)
 
 
 def _inner_size(text_config: Any, hidden: int) -> int:
@@ -159,7 +178,7 @@ def _inner_size(text_config: Any, hidden: int) -> int:
     return int(getattr(text_config, "intermediate_size", None) or 4 * hidden)
 
 
-def drafter_facts(draft: DraftConfig, config: TrainConfig, card: "Card") -> DeviceFacts:
+def drafter_facts(draft: DraftConfig, config: TrainConfig, card: Card) -> DeviceFacts:
     """Return what a drafter GPU holds."""
     size, numbers = _SIZES[draft.dtype], draft_numbers(draft)
     data, vocab, hidden = config.data, draft.vocab_size, draft.hidden_size
@@ -187,23 +206,7 @@ def drafter_facts(draft: DraftConfig, config: TrainConfig, card: "Card") -> Devi
         "activations (estimate)": draft.num_draft_layers * kept * size,
         "logits of a chunk": config.loss.chunk_rows * columns * (4 + 2 * size),
     }
-    return DeviceFacts("drafter", card.name, parts, card.total_bytes)
-
-
-@dataclass(frozen=True)
-class Card:
-    """A device that holds a role."""
-
-    name: str
-    total_bytes: int | None
-
-    @classmethod
-    def of(cls, device: torch.device) -> "Card":
-        """Ask CUDA; a CPU has no memory of its own."""
-        if device.type != "cuda":
-            return cls("cpu", None)
-        facts = torch.cuda.get_device_properties(device)
-        return cls(str(facts.name), int(facts.total_memory))
+    return DeviceFacts(card, parts)
 
 
 def room_findings(
@@ -225,20 +228,25 @@ def room_findings(
         )
         fix = "lower target.cache_bytes, or raise the container's memory limit"
         found.append(warning("host-memory", text, "target.cache_bytes", fix))
-    for key, one in devices.items():
-        if one.total_bytes and one.needed_bytes > _FULL_FRAC * one.total_bytes:
-            text = (
-                f"about {gib(one.needed_bytes)} are needed, {one.name} has {gib(one.total_bytes)};"
-                f" the largest part: {max(one.parts, key=lambda part: one.parts[part])}"
-            )
-            found.append(warning("gpu-memory", text, key, _GPU_FIXES[one.role]))
+    return found + _gpu_findings(devices)
+
+
+def _gpu_findings(devices: Mapping[str, DeviceFacts]) -> list[Finding]:
+    """Warn about GPUs that are too small; a GPU may hold both roles."""
+    found: list[Finding] = []
+    for card in dict.fromkeys(one.card for one in devices.values()):
+        roles = {role: one for role, one in devices.items() if one.card == card}
+        needed = sum(one.needed_bytes for one in roles.values())
+        if card.total_bytes is None or needed <= _FULL_FRAC * card.total_bytes:
+            continue
+        parts = {part: size for one in roles.values() for part, size in one.parts.items()}
+        text = (
+            f"about {gib(needed)} are needed, {card.name} has {gib(card.total_bytes)};"
+            f" the largest part: {max(parts, key=lambda part: parts[part])}"
+        )
+        fix = _GPU_FIXES[next(iter(roles))] if len(roles) == 1 else "give each role its own GPU"
+        found.append(warning("gpu-memory", text, " and ".join(roles), fix))
     return found
-
-
-_GPU_FIXES = {
-    "target": "lower target.forward_tokens, data.token_budget or run.queue_depth",
-    "drafter": "lower data.max_anchors, data.token_budget or loss.chunk_rows",
-}
 
 
 def gib(size_bytes: int) -> str:

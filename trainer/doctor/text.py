@@ -105,7 +105,8 @@ def _host(host: HostFacts) -> str:
 
 
 def _device_lines(name: str, device: DeviceFacts) -> Iterator[tuple[str, str]]:
-    card = f"{device.name}, {gib(device.total_bytes)}" if device.total_bytes else device.name
+    total = device.card.total_bytes
+    card = f"{device.card.name}, {gib(total)}" if total else device.card.name
     yield name, f"about {gib(device.needed_bytes)} on {card}"
     for part, size in device.parts.items():
         if size:

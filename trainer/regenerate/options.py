@@ -3,6 +3,7 @@
 import argparse
 import hashlib
 import json
+import math
 import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -73,7 +74,15 @@ class Options:
 
     def check(self) -> None:
         """Raise ConfigError naming the option that cannot be."""
+        temperature, top_p = self.sampling.temperature, self.sampling.top_p
+        max_tokens = self.sampling.max_tokens
         rules: list[tuple[bool, str]] = [
+            (
+                temperature is None or 0 <= temperature < math.inf,
+                f"--temperature {temperature}: at least 0",
+            ),
+            (top_p is None or 0 < top_p <= 1, f"--top-p {top_p}: above 0, to 1"),
+            (max_tokens is None or max_tokens >= 1, f"--max-tokens {max_tokens}: at least 1"),
             (self.concurrency >= 1, f"--concurrency {self.concurrency}: at least 1"),
             (self.retries >= 0, f"--retries {self.retries}: at least 0"),
             (self.timeout_s > 0, f"--timeout-s {self.timeout_s:g}: above 0"),

@@ -88,7 +88,7 @@ def test_sizes_are_those_worked_out_by_hand(make_run: MakeRun):
     assert target["taps in the queue"] == 64 * 2 * 32 * 4 * 3  # budget, taps, width, fp32, 2 + 1
     assert report.data is not None
     assert report.host.features_bytes == report.data.num_tokens * 2 * 32 * 4
-    assert report.devices["drafter"].total_bytes is None
+    assert report.devices["drafter"].card.total_bytes is None
 
 
 def test_muon_keeps_one_number_for_each_weight_of_a_layers_matrix(make_run: MakeRun):
@@ -218,13 +218,18 @@ def test_target_gives_a_score_and_the_time_of_a_step(
 
 
 def test_gpu_that_is_too_small_and_memory_that_is_short_are_warned_about():
-    card = room.DeviceFacts("drafter", "NVIDIA X", {"weights": 900, "moments": 100}, 1000)
+    card = room.Card("cuda:1", "NVIDIA X", 1000)
+    small = room.DeviceFacts(card, {"weights": 900, "moments": 100})
     host = room.HostFacts(available_bytes=50, cache_bytes=100, features_bytes=80, data_bytes=1)
-    findings = room.room_findings(None, host, {"drafter": card})
+    findings = room.room_findings(None, host, {"drafter": small})
     assert [finding.name for finding in findings] == ["host-memory", "gpu-memory"]
     assert "the largest part: weights" in findings[1].what
-    roomy = room.DeviceFacts("drafter", "NVIDIA X", {"weights": 900}, 1000)
-    assert room.room_findings(None, None, {"drafter": roomy}) == []
+    assert "data.max_anchors" in findings[1].fix
+    roomy = room.DeviceFacts(card, {"weights": 900})
+    other = room.DeviceFacts(room.Card("cuda:0", "NVIDIA X", 1000), {"weights": 900})
+    assert room.room_findings(None, None, {"drafter": roomy, "target": other}) == []
+    (both,) = room.room_findings(None, None, {"drafter": roomy, "target": roomy})
+    assert (both.where, both.fix) == ("drafter and target", "give each role its own GPU")
 
 
 @pytest.mark.parametrize(
@@ -254,6 +259,13 @@ def test_report_of_prepared_shards_is_that_of_their_chats(
     assert prepared is not None
     for name in ("num_samples", "num_tokens", "num_supervised", "lengths", "thinking"):
         assert getattr(prepared, name) == getattr(chats, name), name
+
+
+def test_negative_number_of_samples_is_one_line_and_status_2(
+    make_run: MakeRun, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["doctor", "--run-dir", str(make_run()), "--samples", "-1"]) == 2
+    assert capsys.readouterr().err == "error: --samples -1: at least 0\n"
 
 
 def test_manifest_is_all_that_the_doctor_needs_in_the_directory(make_run: MakeRun):

@@ -1,13 +1,14 @@
 """Busy, failing and vanishing servers, and kills of `trainer regenerate` itself."""
 
 import os
-import re
+import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from email.utils import formatdate
 from pathlib import Path
@@ -132,13 +133,11 @@ def test_answers_by_another_model_under_the_same_name_are_refused(
         regenerate(options)
 
 
-def _process(
-    chat_server: ChatServer, source: Path, output: Path, wrapper: Sequence[str] = ()
-) -> "subprocess.Popen[str]":
-    argv = [*wrapper, sys.executable, "-m", "trainer", "regenerate", "--model", "tiny"]
+def _process(chat_server: ChatServer, source: Path, output: Path) -> "subprocess.Popen[str]":
+    argv = [sys.executable, "-m", "trainer", "regenerate", "--model", "tiny"]
     argv += ["--input", str(source), "--output", str(output), "--concurrency", "4"]
     argv += ["--base-url", chat_server.base_url, "--temperature", "0"]
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     return subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, env=environment)
 
 
@@ -237,21 +236,30 @@ def test_line_that_a_kill_left_unfinished_is_cut_off_and_asked_again(
     assert [r["id"] for r in read_lines(options.output)] == [f"q{n}" for n in range(5)]
 
 
-def test_full_disk_is_told_and_what_was_cut_is_asked_again(chat_server: ChatServer, tmp_path: Path):
-    source, output = write_chats(tmp_path / "in.jsonl", questions(40)), tmp_path / "out.jsonl"
-    # No file may be larger than 4 KiB: the journal is full after about 15 answers.
-    full = _process(chat_server, source, output, ["bash", "-c", 'ulimit -f 4; exec "$@"', "-"])
-    _, stderr = full.communicate(timeout=25)
-    assert full.returncode == 1
-    assert re.match(
-        r"error: OSError: \[Errno 2[78]\] .*out\.jsonl\.journal", stderr.splitlines()[1]
-    )
-    answered = _answered_lines(output)
+@contextmanager
+def _no_file_larger_than(size_bytes: int) -> Iterator[None]:
+    """Let writes fail as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_full_disk_is_told_and_what_was_cut_is_asked_again(
+    chat_server: ChatServer, make_options: MakeOptions
+):
+    options = make_options(questions(40))
+    full = pytest.raises(OSError, match=r"out\.jsonl\.journal")
+    with _no_file_larger_than(4096), full:  # about 15 answers
+        regenerate(options)
+    answered = _answered_lines(options.output)
     assert 5 < len(answered) < 40
     chat_server.asked.clear()
-    _finish(_process(chat_server, source, output))
+    regenerate(options)
     assert len(chat_server.asked) == 40 - len(answered)
-    assert [r["id"] for r in read_lines(output)] == [f"q{n}" for n in range(40)]
+    assert [r["id"] for r in read_lines(options.output)] == [f"q{n}" for n in range(40)]
 
 
 def test_second_process_on_the_same_output_is_refused(make_options: MakeOptions):

@@ -1,6 +1,7 @@
 """What a run does when a number is not finite, and when a batch has nothing to train on."""
 
 import json
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,12 +15,13 @@ import torch
 from trainer import assembly, checkpoint
 from trainer.__main__ import main
 from trainer.channel import OrderedChannel
-from trainer.compile_gate import CompileGate
+from trainer.compile_gate import CompileGate, GateSettings
 from trainer.contract.config import TrainConfig
 from trainer.data.dataset import ChatDataset, Sample
 from trainer.data.packing import BatchMaker, BatchPlan
 from trainer.errors import DataError, WorkerError
 from trainer.optim import Schedule
+from trainer.replay import SeenAttention
 from trainer.session import Session
 from trainer.sync import GradientSync
 from trainer.workers.drafter import DrafterWorker, Replica, StepDone, StepRange
@@ -101,6 +103,16 @@ def test_replay_of_a_batch_that_is_finite_here_says_so(
     capsys.readouterr()
     assert main(["replay", "--run-dir", str(run_dir), "--batch", str(again)]) == 0
     assert "tensors are finite on cpu: not reproduced" in capsys.readouterr().out
+
+
+def test_replay_of_a_draft_that_is_compiled_leaves_every_module_to_its_hook() -> None:
+    gate = CompileGate(GateSettings(backend="eager"))
+    try:
+        attention = SeenAttention(gate)
+        assert attention.compiled(math.sqrt) is math.sqrt
+        assert gate.stats.num_exclusive == 1  # flex attention itself
+    finally:
+        gate.close()
 
 
 def test_file_that_is_no_kept_batch_is_refused_by_name(make_run: MakeRun, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from trainer import assembly
 from trainer.check.findings import FaultFoundError, NotApplicableError
 from trainer.check.subject import Subject, make_batch
-from trainer.data.packing import Batch
+from trainer.data.packing import Batch, BatchMaker, BatchPlan
 from trainer.errors import TargetError
 from trainer.model.attention import SdpaAttention
 from trainer.model.batching import settle_batching
@@ -160,9 +160,10 @@ def batch_isolation(subject: Subject) -> str:
 
 def _run_batch(subject: Subject) -> Batch:
     """Return a batch in the run's layout: its own in the full check, of short chats in the fast."""
-    if not subject.fast:
-        return assembly.Data.load(subject.manifest, subject.config).maker.make(0)
-    return make_batch(subject.short_samples, subject.config)
+    if subject.fast:
+        return make_batch(subject.short_samples, subject.config)
+    data, config = subject.data, subject.config
+    return BatchMaker(data, BatchPlan(data.lengths, config.data, config.seed), config).make(0)
 
 
 def _leak(target: Target, batch: Batch, before: Tensor) -> float:

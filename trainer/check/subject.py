@@ -21,7 +21,7 @@ from trainer.contract.config import DraftModelConfig, TrainConfig
 from trainer.data.chat import BadRecordError, ChatEncoder, parse_line
 from trainer.data.dataset import BadLine, ChatDataset, Dataset, Sample, load_tokenizer
 from trainer.data.packing import Batch, BatchMaker, BatchPlan
-from trainer.data.shards import ShardDataset
+from trainer.data.shards import ShardDataset, open_dataset
 from trainer.errors import DataError, TargetError
 from trainer.loss import BlockTargets, block_targets
 from trainer.model.draft import DraftConfig, DraftModel
@@ -94,9 +94,10 @@ class Subject:
     @cached_property
     def data(self) -> Dataset:
         """The samples looked at: the first ones in the fast check, all in the full one."""
-        if not self.fast:
-            return assembly.Data.load(self.manifest, self.config).dataset
-        return first_samples(self.tokenizer, self.config)
+        if self.fast:
+            return first_samples(self.tokenizer, self.config)
+        data = self.config.data
+        return open_dataset(data.path, self.tokenizer, data.max_length)
 
     @cached_property
     def draft_config(self) -> DraftConfig:

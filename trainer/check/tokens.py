@@ -160,6 +160,13 @@ def _scan(subject: Subject, text: str) -> str:
 
 def answers(subject: Subject) -> str:
     """The loss mask covers answers and nothing else would be learnt: neither all nor nothing."""
+    pinned = subject.manifest.dataset_sha256
+    if not subject.fast and subject.data.sha256 != pinned:
+        raise FaultFoundError(
+            f"the data has sha256 {subject.data.sha256[:12]}, the manifest {pinned[:12]}",
+            where=subject.config.data.path,
+            fix="put the data of the launch back, or launch a new tag",
+        )
     total = sum(len(sample.input_ids) for sample in subject.data.samples)
     trained = sum(int(np.asarray(sample.loss_mask).sum()) for sample in subject.data.samples)
     opening = [s.sample_id for s in subject.data.samples if bool(np.asarray(s.loss_mask)[0])]

@@ -1,5 +1,6 @@
 """Busy, failing and vanishing servers, and kills of `trainer regenerate` itself."""
 
+import json
 import os
 import resource
 import signal
@@ -9,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from email.utils import formatdate
 from pathlib import Path
 from typing import Any
@@ -234,6 +235,30 @@ def test_line_that_a_kill_left_unfinished_is_cut_off_and_asked_again(
     regenerate(options)
     assert chat_server.prompts() == ["question 2", "question 3", "question 4"]
     assert [r["id"] for r in read_lines(options.output)] == [f"q{n}" for n in range(5)]
+
+
+def test_kill_between_the_last_answer_and_the_last_rename_costs_no_question(
+    chat_server: ChatServer, make_options: MakeOptions
+):
+    options = make_options(questions(3))
+    regenerate(options)
+    files, whole = Files(options.output), options.output.read_bytes()
+    # As a kill leaves it after the output was renamed, or just before: all is in the journal.
+    meta = json.loads(files.meta.read_text())
+    journal = Journal(files.journal, 3)
+    journal.begin(meta["settings"])
+    for number, record in enumerate(read_lines(options.output), 1):
+        journal.append(number, "answer", record)
+    journal.close()
+    files.meta.write_text(json.dumps(meta | {"state": "running", "counts": None}))
+    gone = replace(options, base_url="http://127.0.0.1:1/v1")  # nobody is asked
+    for _ in range(2):
+        regenerate(gone)
+        assert options.output.read_bytes() == whole
+        assert not files.journal.exists()
+        files.journal.touch()  # a kill before its removal, seen by the second run
+    assert json.loads(files.meta.read_text())["counts"]["answered"] == 3
+    assert len(chat_server.asked) == 3
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from dflashctl.gpu_roles import (
 )
 from dflashctl.gpu_wait import Patience, when_free
 from dflashctl.gpus import Probe
-from dflashctl.parity import CheckRequest, look_before_launch, require_passed
+from dflashctl.parity import CheckRequest, look_before_launch, require_passed, summary
 from dflashctl.remote_run import (
     Code,
     Pinned,
@@ -130,6 +130,7 @@ def _checked(ways: Ways, manifest: Manifest, request: LaunchRequest, say: Say) -
         ways, manifest, asked, lambda data: say(data.decode("utf-8", "replace").rstrip("\n"))
     )
     require_passed(found, ways.place.label)
+    say(summary(found))
     return replace(manifest, check="passed")
 
 
@@ -222,8 +223,8 @@ class _Locking:
         run_dir = str(Workspace.at(container.workspace).run(self._tag).root)
         names = (self._tag, container.host_name, container.vmid)
         gpus, self.claim = take(Holder(*names, run_dir, token, former))
-        for lock in self.claim.taken_over:
-            self.say(f"took over the stale lock of GPU {lock.uuid}: {lock.text()}")
+        for text in dict.fromkeys(lock.text() for lock in self.claim.taken_over):
+            self.say(f"took over stale GPU locks: {text}")
         return gpus
 
     def found(self, manifest: Manifest) -> None:

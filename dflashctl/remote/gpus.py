@@ -1,8 +1,8 @@
 """Asks the driver of a machine about its GPUs, and keeps the locks that launches take on them.
 
 argv[1]: {"action": look, claim, bind, release, list or clear, "wanted", "claim", "run", "select",
-"force", "inside": {vmid: argv}, "directory"}; each action says below what it reads. Prints one JSON
-object. Runs on the node, which sees every process, else in the container. It asks for the few
+"force", "inside": {vmid: argv}, "directory", "limit_s"}; each action says what it reads. Prints one
+JSON object. Runs on the node, which sees every process, else in the container. It asks for the few
 fields that are needed: some drivers hang on wider queries. A driver that hangs is left after 10 s,
 and no second question is put to it while the first is stuck.
 
@@ -148,8 +148,9 @@ def trainer_among(pids: list[int]) -> int:
 class Driver:
     """nvidia-smi under a time limit; remembers one that is stuck for those who come later."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, limit_s: float = SMI_S) -> None:
         self.note = directory / ".stuck.json"
+        self.limit_s = limit_s
         self.stuck: Json | None = None
         with suppress(OSError, ValueError):
             note = json.loads(self.note.read_text())
@@ -170,7 +171,7 @@ class Driver:
             start_new_session=True,
         )
         try:
-            data, _ = child.communicate(timeout=SMI_S)
+            data, _ = child.communicate(timeout=self.limit_s)
         except subprocess.TimeoutExpired:
             self.leave(child)
             return None, ""
@@ -184,7 +185,7 @@ class Driver:
             with suppress(subprocess.TimeoutExpired):
                 child.wait(seconds)
                 break
-        self.stuck = describe(child.pid) or {"pid": child.pid, "state": "gone", "age_s": SMI_S}
+        self.stuck = describe(child.pid) or {"pid": child.pid, "state": "gone", "age_s": 0}
         if child.poll() is None:
             note = {"pid": child.pid, "ticks": stat_of(child.pid)[1], "boot": boot_id()}
             with suppress(OSError):
@@ -530,7 +531,7 @@ def main(arguments: Json) -> Json:
     action = arguments["action"]
     making = action not in ("look", "list")
     locks = Locks(lock_directory(arguments.get("directory"), make=making))
-    driver = Driver(locks.directory)
+    driver = Driver(locks.directory, arguments.get("limit_s", SMI_S))
     answer: Json = {}
     if action == "claim":
         answer = claim(locks, driver, arguments)

@@ -91,6 +91,15 @@ def require_passed(findings: Findings, place: str) -> None:
     )
 
 
+def summary(findings: Findings) -> str:
+    """Return in one line what was proven, and what was not."""
+    skipped = [finding for finding in findings.findings if finding.status == "skipped"]
+    proven = sum(finding.status == "ok" for finding in findings.findings)
+    told = ", ".join(f"{finding.name}: {finding.what}" for finding in skipped[:_MAX_TOLD])
+    once = ", by an earlier check of the same run" if findings.reused else ""
+    return f"check passed: {proven} ok{once}" + (f"; skipped {told}" if told else "")
+
+
 def _rehearsal(request: CheckRequest) -> Rehearsal:
     options = ["--json"]
     options += ["--fast"] if request.fast else []

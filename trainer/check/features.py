@@ -21,9 +21,10 @@ from trainer.model.target import Target
 from trainer.optim import Schedule
 from trainer.workers.target import FeatureCache, batch_features
 
-# Largest difference of one token's features, as a share of their size, that rounding explains:
-# a batch sums in another order than a document alone, layer after layer.
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
+# Difference of features, as a share of their size, that rounding explains: a batch sums in another
+# order than a document alone, layer after layer. In fp32 of any token; in bf16 of the mean one,
+# because a token whose experts nearly tie may go to another one there.
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05}
 _TOKENS = 24
 _COPY_AGAIN = "copy the model again, whole"
 _EMBEDDING_NAMES = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
@@ -214,6 +215,8 @@ def head_identity(subject: Subject) -> str:
             fix="copy the model again, whole; its head must be the one it was trained with",
         )
     _check_replica(subject)
+    if not subject.fast:
+        _compare_with_files(subject)
     ids = _tokens(subject)
     outputs, states = layer_outputs(target, ids)
     told = _head_product(target, ids, outputs)
@@ -240,6 +243,23 @@ def _check_replica(subject: Subject) -> None:
             raise FaultFoundError(
                 f"a drafter's {name} is not the target's", where="trainer/assembly.py"
             )
+
+
+def _compare_with_files(subject: Subject) -> None:
+    """The loaded embedding and head are those of the target's files, bit for bit."""
+    held = {_EMBEDDING_NAMES: subject.target.head.embedding}
+    if not subject.tied:
+        held[_HEAD_NAMES] = subject.target.head.lm_head
+    for path in _weight_files(subject):
+        with safe_open(path, framework="pt") as file:
+            for name in list(file.keys()):
+                for endings, loaded in held.items():
+                    if not name.endswith(endings) or file.get_slice(name).get_shape() != list(
+                        loaded.shape
+                    ):
+                        continue
+                    if not torch.equal(file.get_tensor(name).to(loaded), loaded):
+                        raise FaultFoundError(f"the loaded {name} is not that of {path}")
 
 
 @torch.no_grad()
@@ -288,13 +308,15 @@ def _dtype(target: Target) -> str:
 
 
 def _error(found: Tensor, wanted: Tensor) -> float:
-    """Return the largest difference of a token's values, as a share of their size."""
+    """Return how far a token's values are apart, as a share of their size: see TOLERANCE."""
+    exact = wanted.dtype == torch.float32
     found, wanted = found.float().to(wanted.device), wanted.float()
     sizes = torch.linalg.vector_norm(wanted, dim=-1).clamp(min=1e-12)
     apart = torch.linalg.vector_norm(found - wanted, dim=-1)
     if not bool(torch.isfinite(apart).all()):
         return float("inf")
-    return float((apart / sizes).max())
+    shares = apart / sizes
+    return float(shares.max() if exact else shares.mean())
 
 
 def weights_on_disk(subject: Subject) -> str:
@@ -317,10 +339,15 @@ def weights_on_disk(subject: Subject) -> str:
     return f"{tables[0]} with {rows} rows; head {'tied to it' if tied else heads[0]}"
 
 
+def _weight_files(subject: Subject) -> list[Path]:
+    """Return the target's files of weights; none for a target from the hub."""
+    directory = Path(subject.config.target.path)
+    return sorted(directory.glob("*.safetensors")) if directory.is_dir() else []
+
+
 def _tensor_names(subject: Subject) -> dict[str, Sequence[int]]:
     """Return name and shape of every tensor of the target's files, from their headers."""
-    directory = Path(subject.config.target.path)
-    files = sorted(directory.glob("*.safetensors")) if directory.is_dir() else []
+    files = _weight_files(subject)
     if not files:
         raise NotApplicableError("the target is no directory of safetensors files")
     shapes: dict[str, Sequence[int]] = {}

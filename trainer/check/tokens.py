@@ -47,8 +47,9 @@ def mask_token(subject: Subject) -> str:
         looked = f"the first {looked}"
         if _is_added(subject, number):
             looked += f" and as text in {_scan(subject, text)} of data"
-    kind = "reserved" if _is_added(subject, number) or not text else "an ordinary token"
-    return f"{number} ({text!r}, {kind}) is row {number} of {rows}, absent from {looked}"
+    kind = f"{text!r}, {'reserved' if _is_added(subject, number) else 'an ordinary token'}"
+    kind = kind if text else "a row without a token"
+    return f"{number} ({kind}) is row {number} of {rows}, absent from {looked}"
 
 
 def _refused(subject: Subject, what: str) -> FaultFoundError:

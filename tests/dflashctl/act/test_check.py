@@ -67,8 +67,9 @@ def test_launch_makes_the_fast_check_before_anything_exists_under_the_tag(
 
 def test_the_manifest_says_whether_the_check_passed_or_was_skipped(deployed: Project) -> None:
     few = ("--set", "optim.max_steps=2")
-    passed = deployed.document("launch", "--tag", "x", *few)
-    assert (passed["rc"], passed["manifest"]["check"]) == (0, "passed")
+    passed = deployed.run("--json", "launch", "--tag", "x", *few)
+    assert json.loads(passed.stdout)["manifest"]["check"] == "passed"
+    assert "check passed: 2 ok\n" in passed.stderr
     skipped = deployed.run("launch", "--tag", "y", "--skip-check", "--set", "seed=7", *few)
     assert skipped.returncode == 0, skipped.stderr
     assert "  check       skipped\n" in skipped.stdout

@@ -202,7 +202,7 @@ def _recipe(
     training, optim, draft = Training.read(run_dir), config.optim, export.draft
     last = training.last
     packages = ", ".join(f"{n} {v}" for n, v in sorted(manifest.packages.items()))
-    commit = manifest.git_commit or ABSENT
+    commit = (manifest.git_commit or ABSENT)[:12] + (", changed" if manifest.git_dirty else "")
     ended = f" (ended: {', '.join(training.ends)})" if training.ends else ""
     lr = f"{optim.lr:g}" if optim.adamw_lr is None else f"{optim.lr:g} and {optim.adamw_lr:g}"
     return [
@@ -225,7 +225,7 @@ def _recipe(
         ("hours", _hours(training) + ended),
         ("hardware", _hardware(manifest)),
         ("seed", str(manifest.seed)),
-        ("versions", f"{packages}; trainer {manifest.release[:12]}, commit {commit[:12]}"),
+        ("versions", f"{packages}; trainer {manifest.release[:12]}, commit {commit}"),
     ]
 
 

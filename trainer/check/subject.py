@@ -62,7 +62,9 @@ class Subject:
         """The target's own configuration, whole. Raises: TargetError."""
         config = self.config.target
         try:
-            return AutoConfig.from_pretrained(config.path, revision=config.revision)
+            return AutoConfig.from_pretrained(
+                config.path, revision=config.revision, trust_remote_code=False
+            )
         except (OSError, ValueError) as error:
             raise TargetError(
                 f"target.path {config.path}: no configuration can be read: {error}"

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+import dflashctl.demo
 from tests.trainer import tiny_targets
 from tests.trainer.conftest import END_TOKEN_ID, MASK_TOKEN_ID
 from tests.trainer.method.conftest import MASK as MASK_BYTE_ID
@@ -92,6 +94,22 @@ def test_other_kinds_of_targets_pass_small_and_whole(
     document = check(byte_run(make_run, tmp_path, kind), capsys, *options)
     assert failed(document) == []
     assert by_name(document)["serve-features"]["status"] == "ok"
+
+
+@pytest.mark.timeout(120)
+def test_the_demos_settings_pass_on_smollm2(
+    make_run: MakeRun, smollm2: Path, capsys: Printed
+) -> None:
+    demo = Path(dflashctl.demo.__file__).parent
+    settings = yaml.safe_load((demo / "train.yaml").read_text())
+    settings["target"]["path"], settings["data"]["path"] = str(smollm2), str(demo / "chats.jsonl")
+    document = check(make_run(**settings), capsys, "--fast")
+    found = by_name(document)
+    assert failed(document) == []
+    assert "taps 1, 8, 14, 20, 27 of 30 layers" in found["draft-shape"]["what"]
+    assert found["mask-token"]["what"].startswith("16 ('<empty_output>', reserved) is row 16 of")
+    assert found["rope"]["what"].startswith("theta 100000 as in the target's config.json, 64 of")
+    assert "embed_tokens.weight with 49152 rows; head tied" in found["target-files"]["what"]
 
 
 @pytest.mark.parametrize("variant", ["dflash2", "domino"])

@@ -19,7 +19,13 @@ from trainer.compile_gate import CompileGate, GateSettings
 from trainer.contract.config import TrainConfig
 from trainer.data.dataset import ChatDataset, Sample
 from trainer.data.packing import BatchMaker, BatchPlan
-from trainer.errors import DataError, WorkerError
+from trainer.errors import (
+    ChannelClosedError,
+    DataError,
+    NonFiniteError,
+    TrainerError,
+    WorkerError,
+)
 from trainer.optim import Schedule
 from trainer.replay import SeenAttention
 from trainer.session import Session
@@ -184,22 +190,33 @@ class Ranks:
             for replica in self.replicas
         ]
 
-    def step(self, data: assembly.Data, batches: list[int]) -> None:
-        """Take steps of three batches each; batch number k of them is batches[k] of the data."""
+    def prepared(self, data: assembly.Data, index: int) -> Prepared:
+        batch = data.maker.make(index)
+        return Prepared(batch, batch_features(self.target, batch, FeatureCache(0)))
+
+    def step(self, batches: list[Prepared]) -> list[BaseException | None]:
+        """Take steps of three batches each; returns what each rank raised."""
         channel: OrderedChannel[Prepared] = OrderedChannel(len(batches))
-        for place, index in enumerate(batches):
-            batch = data.maker.make(index)
-            channel.put(place, Prepared(batch, batch_features(self.target, batch, FeatureCache(0))))
+        for place, prepared in enumerate(batches):
+            channel.put(place, prepared)
         sync, stop = GradientSync(3), StopRequest()
-        workers = [
-            self._worker(replica, channel, sync, stop, len(batches)) for replica in self.replicas
-        ]
-        threads = [threading.Thread(target=w.run, args=(Pulse(),), daemon=True) for w in workers]
+        raised: list[BaseException | None] = [None, None, None]
+
+        def body(rank: int) -> None:
+            worker = self._worker(self.replicas[rank], channel, sync, stop, len(batches))
+            try:
+                worker.run(Pulse())
+            except TrainerError as error:
+                raised[rank] = error
+                sync.abort()
+
+        threads = [threading.Thread(target=body, args=(r,), daemon=True) for r in range(3)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(20)
         assert not any(thread.is_alive() for thread in threads), "a rank waits for another"
+        return raised
 
     def _worker(
         self,
@@ -236,7 +253,8 @@ def _ranks(make_run: MakeRun, **sections: Any) -> tuple[Ranks, assembly.Data, li
 def test_rank_without_anchors_steps_with_the_others(make_run: MakeRun) -> None:
     ranks, data, full, empty = _ranks(make_run)
     before = ranks.weights()[0]
-    ranks.step(data, [full[0], empty[0], full[1], empty[1], full[2], empty[2]])
+    order = [full[0], empty[0], full[1], empty[1], full[2], empty[2]]
+    assert ranks.step([ranks.prepared(data, index) for index in order]) == [None] * 3
     assert [done.num_done for done in ranks.done] == [1, 2]
     anchors = [data.maker.make(index).num_anchors for index in full[:3]]
     assert [done.sums.num_anchors for done in ranks.done] == [sum(anchors[:2]), anchors[2]]
@@ -249,7 +267,7 @@ def test_rank_without_anchors_steps_with_the_others(make_run: MakeRun) -> None:
 def test_step_without_any_anchor_changes_no_weight_and_does_not_hang(make_run: MakeRun) -> None:
     ranks, data, _full, empty = _ranks(make_run, optim={"ema_decay": 0.9})
     before = ranks.weights()
-    ranks.step(data, empty[:6])
+    assert ranks.step([ranks.prepared(data, index) for index in empty[:6]]) == [None] * 3
     assert [done.num_done for done in ranks.done] == [1, 2]
     assert [(done.sums.weight_sum, done.applied.grad_norm) for done in ranks.done] == [(0, 0)] * 2
     after = ranks.weights()
@@ -261,9 +279,33 @@ def test_step_without_any_anchor_changes_no_weight_and_does_not_hang(make_run: M
 
 def test_loss_of_a_step_is_that_of_the_ranks_that_had_anchors(make_run: MakeRun) -> None:
     mixed, data, full, empty = _ranks(make_run)
-    mixed.step(data, [empty[0], full[0], empty[1]])
+    order = [empty[0], full[0], empty[1]]
+    assert mixed.step([mixed.prepared(data, index) for index in order]) == [None] * 3
     (done,) = mixed.done
     assert done.sums.loss_sum > 0
     assert np.isfinite(done.applied.grad_norm)
     assert [len(batch.sample_ids) for batch in done.sums.batches] == [1, 1, 1]
     assert json.dumps(done.sums.batches)  # plain values, as samples.jsonl takes them
+
+
+def test_batch_that_is_not_finite_in_one_rank_stops_all_before_any_weight_changes(
+    make_run: MakeRun,
+) -> None:
+    ranks, data, full, _empty = _ranks(make_run)
+    before = ranks.weights()
+    batches = [ranks.prepared(data, index) for index in full[:3]]
+    bad = batches[1].batch
+    ruined = torch.full_like(batches[1].target_hidden, torch.inf)
+    batches[1] = replace(batches[1], target_hidden=ruined)
+    first, second, third = ranks.step(batches)
+    assert isinstance(second, NonFiniteError)
+    assert str(second).startswith(f"step 1: batch {bad.index} of drafter 1: loss sum nan, gradient")
+    assert [type(first), type(third)] == [ChannelClosedError] * 2
+    assert ranks.done == []
+    (path,) = ranks.run_dir.glob("failed_batch_*")
+    kept = load_failed(path)
+    assert (kept.rank, kept.step, kept.prepared.batch.sample_ids) == (1, 1, bad.sample_ids)
+    assert torch.equal(kept.prepared.target_hidden, ruined)
+    assert torch.equal(kept.prepared.batch.anchor_positions, bad.anchor_positions)
+    for old, new in zip(before, ranks.weights(), strict=True):
+        assert all(torch.equal(old[name], new[name]) for name in old)

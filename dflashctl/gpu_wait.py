@@ -30,16 +30,21 @@ def when_free(
     """Return what ``attempt`` returns; while it is refused for its GPUs, wait and try again.
 
     Raises: what ``attempt`` raises; at the end of the wait its last refusal (or, with the node out
-    of reach then, UnreachableError).
+    of reach then, UnreachableError); KeyboardInterrupt with words for what it left.
     """
-    limit = time.monotonic() + patience.wait_s
+    limit: float | None = None
     while True:
         try:
             return attempt()
         except (RefusedError, StateUnknownError) as error:
             if patience.wait_s <= 0 or error.code not in _PASSES:
                 raise
-            _wait(ways, patience, limit, error, say)
+            limit = time.monotonic() + patience.wait_s if limit is None else limit
+            try:
+                _wait(ways, patience, limit, error, say)
+            except KeyboardInterrupt:
+                text = "; it was waiting: nothing was started or locked"
+                raise KeyboardInterrupt(text) from None
 
 
 def _wait(

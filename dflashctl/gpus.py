@@ -6,7 +6,7 @@ asked first. A card that gives no clear answer is unknown, and unknown is never 
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dflashctl.errors import MismatchError
@@ -56,8 +56,7 @@ class GpuState:
     """One card. ``reason`` says why it is not idle.
 
     state: idle; ours (a run's, or locked for one); foreign (another process); orphaned (memory held
-    by no process); failed (lost, or uncorrected ECC errors); unknown. A driver that hangs gives no
-    cards: that is the probe's ``wedged``.
+    by no process); failed (lost, or uncorrected ECC errors); wedged (its driver hangs); unknown.
     """
 
     index: int | None
@@ -135,16 +134,17 @@ def parse(answer: Raw, *, from_node: bool = True, token: str = "") -> Probe:
     rows = answer["gpus"]
     gpus = [gpu for line in rows["rows"] if (gpu := judge.card(line)) is not None]
     gpus += judge.failed(rows, gpus)
-    gpus.sort(key=lambda gpu: (gpu.index is None, gpu.index))
     problem = str(rows["problem"])
     wedged = rows["rc"] is None or (answer["apps"]["rc"] is None and bool(rows["rows"]))
     if wedged:
         problem = _wedged_text(answer["stuck"])
+        gpus = [gpu if gpu.state == "failed" else replace(gpu, state="wedged") for gpu in gpus]
+        gpus += [_unseen("wedged", None, card, problem) for card in answer["cards"] if not gpus]
     elif rows["rc"] and not problem:
         problem = f"nvidia-smi ended with status {rows['rc']}"
     views = tuple((int(vmid), _view(raw)) for vmid, raw in answer.get("inside", {}).items())
     return Probe(
-        tuple(gpus),
+        tuple(sorted(gpus, key=lambda gpu: (gpu.index is None, gpu.index or 0))),
         problem,
         wedged=wedged,
         mismatch=rows["rc"] in (_NO_DEVICES, _MISMATCH),
@@ -255,11 +255,11 @@ class _Judge:
         found = []
         for index, text in rows.get("failed", {}).items():
             card = self._card_at(text)
-            found.append(_failed(int(index), card, str(text)))
+            found.append(_unseen("failed", int(index), card, str(text)))
         if not found and rows["rc"] and rows["rows"]:
             card = self._card_at(str(rows["problem"]))
             if card and card["uuid"] not in {gpu.uuid for gpu in seen}:
-                found.append(_failed(None, card, str(rows["problem"])))
+                found.append(_unseen("failed", None, card, str(rows["problem"])))
         return found
 
     def _card_at(self, text: str) -> Raw:
@@ -271,17 +271,10 @@ class _Judge:
         return {}
 
 
-def _failed(index: int | None, card: Raw, text: str) -> GpuState:
-    return GpuState(
-        index,
-        str(card.get("uuid", "")),
-        str(card.get("name", "")),
-        None,
-        None,
-        None,
-        "failed",
-        text,
-    )
+def _unseen(state: str, index: int | None, card: Raw, text: str) -> GpuState:
+    """Return a card that gave no row; ``card`` is what the kernel module knows of it."""
+    uuid, name = str(card.get("uuid", "")), str(card.get("name", ""))
+    return GpuState(index, uuid, name, None, None, None, state, text)
 
 
 def _process_text(raw: Raw) -> str:

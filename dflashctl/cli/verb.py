@@ -23,6 +23,7 @@ _LOOK = "look with: dflashctl status"
 _AFTER_INTERRUPTION = {
     "stop": f"; a run that was signalled writes its checkpoint and ends all the same; {_LOOK}",
     "launch": f"; the run may have started; {_LOOK}, or type the same launch again",
+    "exec": "; the command may go on there",
     "deploy": "; type the same again, it completes what is missing",
     "push": "; type the same again, it completes what is missing",
     "pull": "; type the same again, it goes on where this one stopped",
@@ -167,8 +168,10 @@ class Verb(TyperCommand):
         """Run the verb; after Ctrl-C say what may go on: typer itself ends with 130 in silence."""
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt:
-            sys.stderr.write(f"interrupted{_AFTER_INTERRUPTION.get(self.name or '', '')}\n")
+        except KeyboardInterrupt as interruption:
+            # Who was interrupted may know better what goes on than its verb does.
+            after = str(interruption) or _AFTER_INTERRUPTION.get(self.name or "", "")
+            sys.stderr.write(f"interrupted{after}\n")
             raise
 
 

@@ -34,6 +34,7 @@ class HostGpus:
     hint: str = ""
     exit_code: int = 0
     seen_from: str = "node"
+    state: str = "unknown"  # of a host that gave no rows: unknown or wedged
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,8 @@ def _ask(host: Host, containers: list[Container], *, accept_new: bool, inside: b
         return HostGpus(host.name, rows, seen_from=seen_from)
     text = "; ".join(dict.fromkeys(trouble.text for trouble in troubles))
     first = troubles[0]
-    return HostGpus(host.name, rows, text, first.hint, int(first.exit_code), seen_from)
+    state = "wedged" if answer.wedged else "unknown"
+    return HostGpus(host.name, rows, text, first.hint, int(first.exit_code), seen_from, state)
 
 
 def _probe_host(

@@ -251,13 +251,20 @@ def release_digest(release: Path) -> str:
     return hashlib.sha256(listing.encode()).hexdigest()
 
 
+def holds_work(directory: Path) -> bool:
+    """Say whether a run directory holds what a trainer wrote, whatever its records say."""
+    files = [*directory.glob("train_stdout_*.log"), directory / "metrics.jsonl"]
+    written = any(path.exists() and path.stat().st_size for path in files)
+    return written or (directory / "checkpoints").exists()
+
+
 def run_state(directory: Path) -> dict[str, Any]:
     """Say what a run directory is: running, ended, started (lost) or never started."""
     try:
         manifest = dict(json.loads((directory / "manifest.json").read_text()))
     except (OSError, ValueError, TypeError):
         manifest = {}
-    state = "never-started"
+    state = "started without a record" if holds_work(directory) else "never-started"
     if (directory / "exit.json").exists():
         state = "ended"
     elif (directory / "process.json").exists():

@@ -99,12 +99,20 @@ def session_alive(socket: str, tag: str) -> bool:
     return subprocess.run(argv, capture_output=True, check=False, timeout=10).returncode == 0
 
 
+def holds_work(directory: Path) -> bool:
+    """Say whether a run directory holds what a trainer wrote, whatever its records say."""
+    files = [*directory.glob("train_stdout_*.log"), directory / "metrics.jsonl"]
+    written = any(path.exists() and path.stat().st_size for path in files)
+    return written or (directory / "checkpoints").exists()
+
+
 def make_directory(arguments: dict[str, Any], sent: dict[str, Any], runs: Path) -> bool:
     """Put the run directory in place by rename; True when it replaced one that never started."""
     directory = runs / arguments["tag"]
     replaced = False
     if directory.exists():
-        if any((directory / name).exists() for name in ("process.json", "exit.json")):
+        told = any((directory / name).exists() for name in ("process.json", "exit.json"))
+        if told or holds_work(directory):
             text = f"the tag {directory.name} exists already"
             raise RefusedError("tag-exists", text, "choose another --tag, or --resume it")
         if session_alive(arguments["socket"], arguments["tag"]):

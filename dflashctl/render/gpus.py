@@ -10,7 +10,7 @@ from dflashctl.operations.locks import HostLock, LocksResult
 from dflashctl.render.tables import format_table
 
 _GIB = 1 << 30
-_LOUD = ("unknown", "failed", "orphaned")
+_LOUD = ("unknown", "failed", "orphaned", "wedged")
 
 
 def gpus_text(hosts: Sequence[HostGpus]) -> str:
@@ -20,7 +20,7 @@ def gpus_text(hosts: Sequence[HostGpus]) -> str:
     for host in hosts:
         rows += [_gpu_row(host, row) for row in host.rows]
         if host.error and not any(row.gpu.state in _LOUD for row in host.rows):
-            rows.append((host.host, "?", "", "", "?", "?", "UNKNOWN", "", host.error))
+            rows.append((host.host, "?", "", "", "?", "?", host.state.upper(), "", host.error))
         elif not host.rows and not host.error:
             rows.append((host.host, "-", "", "", "", "", "no GPU", "", ""))
     return format_table(headers, rows)

@@ -143,11 +143,14 @@ def test_a_driver_that_does_not_answer_is_wedged_and_its_rows_are_not_idle() -> 
     nothing = parse(answer([], rc=None, apps_rc=None))
     assert (nothing.gpus, nothing.wedged) == ((), True)
     assert "no answer within 10 s" in nothing.problem
+    cards = [{"bus_id": "0000:01:00.0", "uuid": "GPU-a", "name": "X", "minor": "0"}]
+    (known,) = parse(answer([], rc=None, apps_rc=None, cards=cards)).gpus
+    assert (known.uuid, known.state) == ("GPU-a", "wedged")
     stuck = {"pid": 4242, "state": "D", "age_s": 180}
     halfway = answer([row(f"0, GPU-a, {CARD}, 4, 9, 0")], apps_rc=None) | {"stuck": stuck}
     found = parse(halfway)
     assert found.wedged
-    assert found.gpus[0].state == "unknown"
+    assert found.gpus[0].state == "wedged"
     assert "pid 4242 of 180 s ago is still stuck (state D), so no other" in found.problem
     with pytest.raises(StateUnknownError, match="cannot be asked") as raised:
         claim(container(("0",), ("0",)), found)

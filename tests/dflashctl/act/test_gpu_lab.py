@@ -1,0 +1,244 @@
+"""Locks, waits and the truth about GPUs through real ssh, pct and containers of the lab."""
+
+import json
+import re
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dflashctl.lab.site import Lab
+from tests.dflashctl.act.conftest import Project, write_model, write_project
+from tests.dflashctl.act.test_lab import END_RUNS
+
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(90)]
+
+WORKSPACE = "/workspace/gpu-lab"
+ON = ("-l", "kpro7/200")
+
+
+@pytest.fixture(scope="module")
+def laptop(
+    tmp_path_factory: pytest.TempPathFactory, stand_in: Path, lab_site: Lab
+) -> Iterator[Project]:
+    """A project for kpro7 (two GPUs), deployed once for all tests here; each uses its own tag."""
+    root = tmp_path_factory.mktemp("laptop")
+    hosts = lab_site.hosts_yaml(python=sys.executable, env={"PVE_LAB_GPU_MIB": "9000"})
+    hosts = hosts.replace("workspace: /workspace\n", f"workspace: {WORKSPACE}\n")
+    write_project(root, WORKSPACE, hosts)
+    write_model(root / "target")
+    (root / "chats.jsonl").write_text("{}\n")
+    project = Project(root, WORKSPACE, stand_in, place="kpro7/200")
+    assert project.run(*ON, "deploy").returncode == 0
+    assert project.run(*ON, "push", "target", "chats.jsonl", WORKSPACE).returncode == 0
+    yield project
+    lab_site.in_container("kpro7", 200, END_RUNS % (WORKSPACE, WORKSPACE))
+
+
+@pytest.fixture(autouse=True)
+def ended_runs(lab_site: Lab) -> Iterator[None]:
+    """Leave no run on the GPUs, and no lock of one."""
+    yield
+    lab_site.in_container("kpro7", 200, "kill -KILL -1")
+    lab_site.in_host("kpro7", ["rm", "-rf", "/run/lock/dflashctl"])
+
+
+def another(laptop: Project, root: Path) -> Project:
+    """Another laptop with the same hosts.yaml, and no records."""
+    for name in ("hosts.yaml", "train.yaml"):
+        shutil.copy(laptop.root / name, root)
+    return Project(root, laptop.workspace, laptop.code, laptop.place)
+
+
+def foreign(lab: Lab, gpu: int) -> None:
+    """Put a process that is no run on a GPU."""
+    held = f"CUDA_VISIBLE_DEVICES={gpu} PVE_LAB_GPU_MIB=8123 setsid -f sleep 62 >/dev/null 2>&1"
+    lab.in_container("kpro7", 200, held)
+
+
+def set_gpus(lab: Lab, *gpus: dict[str, object]) -> None:
+    """Replace what nvidia-smi of kpro7 says; the lab restores it after the test."""
+    path = lab.state / "kpro7/shared/gpu.json"
+    temporary = path.with_name("gpu.json.new")
+    temporary.write_text(json.dumps({"state": "ok", "gpus": gpus}))
+    temporary.rename(path)
+
+
+def test_two_laptops_that_launch_at_once_have_one_winner_and_the_loser_names_it(  # F41
+    laptop: Project, tmp_path: Path
+) -> None:
+    laptops = {"one": laptop, "two": another(laptop, tmp_path)}
+    both = {tag: one.popen(*ON, "launch", "--tag", tag) for tag, one in laptops.items()}
+    ends = {tag: (process.communicate(timeout=60)[1], process) for tag, process in both.items()}
+    codes = {tag: process.returncode for tag, (_, process) in ends.items()}
+    assert sorted(codes.values()) == [0, 3], ends
+    winner, loser = sorted(codes, key=lambda tag: codes[tag])
+    told = ends[loser][0]
+    assert "error[gpu-busy]: kpro7/200: GPU 0 (GPU-5eed0000-" in told
+    assert re.search(rf"locked by run {winner} of \S+@\S+ \(kpro7/200\), since 20\d\d-", told)
+    assert not (laptops[loser].root / "runs" / loser).exists()
+    locks = laptop.document("-l", "kpro7", "locks", "list")["locks"]
+    assert [(one["tag"], one["vmid"], one["state"]) for one in locks] == [(winner, 200, "live")] * 2
+    assert all(one["pid"] for one in locks), "tied to the process that the node sees"
+    assert "token" not in locks[0]
+    refused = laptop.run("-l", "kpro7", "locks", "clear", winner)
+    assert (refused.returncode, "its process" in refused.stderr) == (3, True)
+    assert laptops[winner].run("stop", winner).returncode == 0
+    assert laptop.run("-l", "kpro7", "locks", "list").stdout == "no GPU is locked\n"
+
+
+def test_a_launch_killed_with_its_locks_holds_others_off_and_its_rerun_takes_them_again(
+    laptop: Project, tmp_path: Path
+) -> None:
+    with laptop.popen(*ON, "launch", "--tag", "killed") as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("checking that"):
+                break
+        process.send_signal(signal.SIGKILL)
+    other = another(laptop, tmp_path).run(*ON, "launch", "--tag", "other")
+    assert other.returncode == 3
+    assert "its launch is under way" in other.stderr
+    done = laptop.document(*ON, "launch", "--tag", "killed")
+    assert done["rc"] == 0, done
+    assert done["round_trips"] == 6, "facts, locks with look, check, start, second look, binding"
+    assert laptop.run("stop", "killed").returncode == 0
+
+
+def test_launch_waits_for_a_gpu_and_says_so_and_gives_up_in_time(
+    laptop: Project, lab_site: Lab
+) -> None:
+    foreign(lab_site, 1)
+    late = laptop.run(*ON, "launch", "--tag", "waits", "--wait", "1s")
+    assert late.returncode == 3
+    assert "waiting, 1 s more at most: GPU 1 (GPU-5eed0001-" in late.stderr
+    assert "(after waiting 1 s)" in late.stderr
+    assert "error[gpu-busy]" in late.stderr
+    with laptop.popen(*ON, "launch", "--tag", "waits", "--wait", "2h") as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("waiting"):
+                break
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (
+        130,
+        "interrupted; it was waiting: nothing was started or locked\n",
+    )
+    assert not (laptop.root / "runs/waits").exists()
+    with laptop.popen(*ON, "launch", "--tag", "waits", "--wait", "20s") as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("waiting"):
+                break
+        locks = laptop.run("-l", "kpro7", "locks", "list").stdout
+        assert locks == "no GPU is locked\n", "who waits holds nothing"
+        lab_site.in_container("kpro7", 200, "pkill -x sleep")
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert laptop.run("stop", "waits").returncode == 0
+
+
+def test_a_driver_that_tells_one_lost_card_only_is_asked_card_by_card(  # F36
+    laptop: Project, lab_site: Lab
+) -> None:
+    lab_site.fault("kpro7", "gpu", "lost:1")
+    document = laptop.document("-l", "kpro7", "gpus")
+    (host,) = document["hosts"]
+    assert document["rc"] == 7
+    assert [row["gpu"]["state"] for row in host["rows"]] == ["idle", "failed"]
+    assert "GPU is lost" in host["error"]
+
+
+def test_memory_that_no_process_holds_is_orphaned_and_refuses_the_launch(  # F32
+    laptop: Project, lab_site: Lab
+) -> None:
+    set_gpus(lab_site, {}, {"memory.used": 20000})
+    shown = laptop.run("-l", "kpro7", "gpus")
+    assert shown.returncode == 0
+    assert "ORPHANED" in shown.stdout
+    assert "20000 MiB held by no process, even on the node; /dev/nvidia1 is open" in shown.stdout
+    refused = laptop.run(*ON, "launch", "--tag", "orphan")
+    assert refused.returncode == 3
+    assert "error[gpu-orphaned]: kpro7/200: GPU 1 (GPU-5eed0001-" in refused.stderr
+    assert laptop.run("-l", "kpro7", "locks", "list").stdout == "no GPU is locked\n"
+
+
+def test_other_cards_than_hosts_yaml_says_exit_7(  # F44
+    laptop: Project, lab_site: Lab, tmp_path: Path
+) -> None:
+    other = another(laptop, tmp_path)
+    hosts = other.root / "hosts.yaml"
+    plain = hosts.read_text()
+    hosts.write_text(plain.replace("  kpro7:\n", "  kpro7:\n    expect: {count: 4}\n"))
+    expected = other.run("-l", "kpro7", "gpus")
+    assert expected.returncode == 7
+    assert "hosts.yaml expects 4 GPUs, and 2 are there" in expected.stderr
+    hosts.write_text(plain)
+    set_gpus(lab_site, {"name": "NVIDIA H200"})
+    missing = other.run("-l", "kpro7", "gpus")
+    assert missing.returncode == 7
+    assert "GPU 1 of hosts.yaml is not there (found: 0)" in missing.stderr
+    refused = other.run(*ON, "launch", "--tag", "fewer")
+    assert refused.returncode == 7
+    assert "error[gpu-missing]" in refused.stderr
+
+
+def test_a_container_that_lost_its_gpus_is_told_apart_from_a_broken_node(  # F39
+    laptop: Project, lab_site: Lab
+) -> None:
+    said = "Failed to initialize NVML: Unknown Error"
+    smi = "/usr/bin/nvidia-smi"
+    lose = f"cp {smi} /root/smi && printf '#!/bin/sh\\necho {said}; exit 255\\n' > {smi}"
+    assert lab_site.in_container("kpro7", 200, lose).returncode == 0
+    try:
+        seen = laptop.run("-l", "kpro7", "gpus")
+        refused = laptop.run(*ON, "launch", "--tag", "lost")
+    finally:
+        lab_site.in_container("kpro7", 200, f"cat /root/smi > {smi}")
+    sentence = f"the container lost its GPUs, and the node has them (its nvidia-smi says: {said})"
+    for done in (seen, refused):
+        assert done.returncode == 7
+        assert sentence in done.stderr
+        assert "pct reboot 200" in done.stderr
+    assert laptop.run("-l", "kpro7", "gpus").returncode == 0
+
+
+def test_cards_of_several_containers_are_listed_with_all_of_them(laptop: Project) -> None:  # F31
+    (host,) = laptop.document("-l", "kpro6", "gpus")["hosts"]
+    assert host["rows"][0]["roles"] == ["200 target", "201 target"]
+
+
+def test_a_uuid_names_the_card_wherever_the_driver_lists_it(laptop: Project, lab_site: Lab) -> None:
+    small, big = "GPU-00000000-1", "GPU-00000000-2"
+    set_gpus(lab_site, {"uuid": small, "name": "NVIDIA T4"}, {"uuid": big, "name": "NVIDIA H200"})
+    launched = laptop.document(*ON, "launch", "--tag", "uuids")
+    assert launched["rc"] == 0, launched
+    text = lab_site.in_container(
+        "kpro7", 200, f"cat {WORKSPACE}/runs/uuids/environment.json"
+    ).stdout
+    environment = json.loads(text)  # F40
+    assert environment["CUDA_VISIBLE_DEVICES"] == f"{small},{big}"
+    assert environment["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    assert laptop.run("stop", "uuids").returncode == 0
+
+
+def test_the_same_tag_twice_at_once_from_one_laptop_starts_once(laptop: Project) -> None:  # F50
+    both = [laptop.popen(*ON, "launch", "--tag", "same") for _ in range(2)]
+    errors = [process.communicate(timeout=60)[1] for process in both]
+    assert sorted(process.returncode for process in both) == [0, 3], errors
+    assert sum("error[tag-exists]" in text for text in errors) == 1
+    assert laptop.run("stop", "same").returncode == 0
+
+
+def test_a_log_without_a_session_or_record_keeps_its_tag(laptop: Project, lab_site: Lab) -> None:
+    left = f"{WORKSPACE}/runs/left"  # F50
+    log = f"{left}/train_stdout_left.log"
+    lab_site.in_container("kpro7", 200, f"mkdir -p {left} && echo step 1 > {log}")
+    refused = laptop.run(*ON, "launch", "--tag", "left")
+    assert refused.returncode == 3
+    assert "error[tag-exists]" in refused.stderr
+    assert lab_site.in_container("kpro7", 200, f"cat {log}").stdout == b"step 1\n"

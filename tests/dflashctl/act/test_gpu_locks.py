@@ -195,6 +195,7 @@ def test_clear_removes_by_tag_or_uuid_and_a_living_one_only_by_force(node: Node)
 
 def test_a_look_leaves_nothing_behind_and_a_claim_makes_a_sticky_directory(node: Node) -> None:
     assert node.ask("look")["locks"] == []
+    assert node.ask("release", run=node.wish("a"))["released"] == []
     assert not node.directory.exists()
     node.claim("a", "0")
     assert node.directory.stat().st_mode & 0o7777 == 0o1777

@@ -69,7 +69,7 @@ class DataFacts:
 
 
 def look_at_data(dataset: Dataset, tokenizer: Any, config: TrainConfig) -> DataFacts:
-    """Read every sample once. Memory: 40 bytes a sample, for duplicates."""
+    """Read every sample once. Memory: about 100 bytes a sample, for the digests of duplicates."""
     mask_id = config.draft.mask_token_id
     seen: set[bytes] = set()
     num_supervised = num_masked = largest = 0

@@ -139,14 +139,11 @@ def _held(
     ways: Ways, hold: Claim, wanted: list[str], choose: Callable[[Probe], tuple[Gpu, ...]]
 ) -> tuple[Gpu, ...]:
     """Lock the wanted GPUs and choose among what is seen inside the locks; else let go."""
-    answer, asked_inside = _lock(ways, hold, wanted), False
-    if not answer.installed and ways.node is not ways.inside:
-        asked_inside = True
-        seen = probe(ways.inside, from_node=False)
-        uuids = [seen.find(one, ways.place.label).uuid for one in wanted]
-        _lock(ways, hold, uuids)
     try:
-        if asked_inside:
+        answer = _lock(ways, hold, wanted)
+        if not answer.installed and ways.node is not ways.inside:
+            seen = probe(ways.inside, from_node=False)
+            _lock(ways, hold, [seen.find(one, ways.place.label).uuid for one in wanted])
             answer = probe(ways.inside, from_node=False)
         return choose(answer)
     except BaseException:

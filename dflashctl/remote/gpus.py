@@ -325,6 +325,7 @@ def write(path: Path, value: Json) -> None:
     """Replace a JSON file in one step."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     temporary.write_text(json.dumps(value))
+    temporary.chmod(0o644)
     temporary.replace(path)
 
 
@@ -349,6 +350,20 @@ def lock_directory(named: str | None, *, make: bool) -> Path:
     return directory
 
 
+def open_guard(path: Path) -> int:
+    """Return the guard's descriptor; made for every login when it is not there.
+
+    Not by O_CREAT alone: the kernel refuses that for another login's file in a sticky directory.
+    """
+    while True:
+        with suppress(FileNotFoundError):
+            return os.open(path, os.O_RDWR)
+        with suppress(FileExistsError):
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+            os.fchmod(handle, 0o666)  # whatever the umask
+            return handle
+
+
 class Locks:
     """The locks of this machine; every change is made while the guard is held."""
 
@@ -365,9 +380,7 @@ class Locks:
         if not self.directory.is_dir():
             yield
             return
-        handle = os.open(self.directory / ".guard", os.O_RDWR | os.O_CREAT, 0o666)
-        with suppress(OSError):
-            os.fchmod(handle, 0o666)  # another login's umask must not shut this one out
+        handle = open_guard(self.directory / ".guard")
         limit = time.monotonic() + GUARD_S
         try:
             while True:
@@ -388,8 +401,12 @@ class Locks:
         found = []
         for path in sorted(self.directory.glob("[A-Z]*-*")):
             holder: Any = None
-            with suppress(OSError, ValueError):
+            try:
                 holder = json.loads((path / "holder.json").read_text())
+            except PermissionError:
+                holder = {"token": "?", "unreadable": True}
+            except (OSError, ValueError):
+                holder = None
             found.append((holder if isinstance(holder, dict) else {}) | {"uuid": path.name})
         return found
 
@@ -408,7 +425,9 @@ class Locks:
         """Return the lock with ``state`` live, starting or stale, and ``why``."""
         pids = self.processes_of(holder)
         pid = holder.get("pid")
-        if not holder.get("token"):
+        if holder.get("unreadable"):
+            state, why = "live", "this login may not read who holds it"
+        elif not holder.get("token"):
             state, why = "stale", "it was left half made"
         elif holder.get("boot_id") != self.boot:
             state, why = "stale", "the machine was restarted since"
@@ -437,6 +456,7 @@ class Locks:
         """Write a lock's holder; mkdir is what takes it."""
         path = self.directory / uuid
         path.mkdir(exist_ok=(path / "holder.json").exists())
+        path.chmod(0o755)
         write(path / "holder.json", holder)
 
     def claim(self, uuids: list[str], wish: Json) -> Json:

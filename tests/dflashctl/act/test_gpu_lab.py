@@ -242,3 +242,24 @@ def test_a_log_without_a_session_or_record_keeps_its_tag(laptop: Project, lab_si
     assert refused.returncode == 3
     assert "error[tag-exists]" in refused.stderr
     assert lab_site.in_container("kpro7", 200, f"cat {log}").stdout == b"step 1\n"
+
+
+def test_without_nvidia_smi_on_the_node_the_container_is_asked_and_the_node_keeps_the_locks(
+    laptop: Project, lab_site: Lab
+) -> None:
+    assert lab_site.in_host("kpro7", ["mv", "/usr/bin/nvidia-smi", "/root/smi"]).returncode == 0
+    try:
+        foreign(lab_site, 1)
+        (host,) = laptop.document("-l", "kpro7", "gpus")["hosts"]
+        assert host["seen_from"] == "kpro7/200"
+        assert [row["gpu"]["state"] for row in host["rows"]] == ["idle", "foreign"]
+        assert "owner unknown" in host["rows"][1]["gpu"]["reason"]  # F30
+        assert laptop.run(*ON, "launch", "--tag", "inside").returncode == 3
+        assert laptop.run("-l", "kpro7", "locks", "list").stdout == "no GPU is locked\n"
+        lab_site.in_container("kpro7", 200, "pkill -x sleep")
+        assert laptop.run(*ON, "launch", "--tag", "inside").returncode == 0
+        locks = laptop.document("-l", "kpro7", "locks", "list")["locks"]
+        assert [one["state"] for one in locks] == ["live", "live"]
+        assert laptop.run("stop", "inside").returncode == 0
+    finally:
+        lab_site.in_host("kpro7", ["mv", "/root/smi", "/usr/bin/nvidia-smi"])

@@ -86,7 +86,10 @@ def test_two_laptops_that_launch_at_once_have_one_winner_and_the_loser_names_it(
     assert "token" not in locks[0]
     refused = laptop.run("-l", "kpro7", "locks", "clear", winner)
     assert (refused.returncode, "its process" in refused.stderr) == (3, True)
+    warmup = laptop.run(*ON, "warmup")
+    assert (warmup.returncode, f"locked by run {winner}" in warmup.stderr) == (3, True)
     assert laptops[winner].run("stop", winner).returncode == 0
+    assert laptop.run(*ON, "warmup").returncode == 0
     assert laptop.run("-l", "kpro7", "locks", "list").stdout == "no GPU is locked\n"
 
 

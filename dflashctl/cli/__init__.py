@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from dflashctl import __version__
-from dflashctl.cli import act, locks, observe, rehearse, site
+from dflashctl.cli import act, doctor, execute, locks, observe, rehearse, site
 from dflashctl.cli.verb import Verbs
 from dflashctl.errors import DflashctlError, ExitCode, UsageError
 from dflashctl.render.failure import save_trace, show_failure
@@ -54,7 +54,7 @@ def _root(
     """Train DFlash drafters in Proxmox LXC containers, from the laptop."""
 
 
-for _module in (act, rehearse, observe, locks, site):
+for _module in (act, rehearse, doctor, observe, execute, locks, site):
     _module.register(app)
 
 
@@ -89,9 +89,10 @@ def _run(argv: list[str]) -> int:
             sys.stderr.write(f"{error}\n")
             return int(ExitCode.USAGE)
         shown = _as_dflashctl_error(error)
-        if "--debug" in argv and not isinstance(error, _CLICK_ERROR):
+        ours = argv[: argv.index("--")] if "--" in argv else argv  # not those of `exec -- CMD`
+        if "--debug" in ours and not isinstance(error, _CLICK_ERROR):
             sys.excepthook(*sys.exc_info())
-        _show(shown, as_json="--json" in argv)
+        _show(shown, as_json="--json" in ours)
         return int(shown.exit_code)
 
 

@@ -5,7 +5,7 @@ paramiko and fabric are imported only when a connection of that kind is opened.
 
 from dflashctl.inventory import Host, Place
 from dflashctl.transport.base import Script, ScriptResult, Sink, Transport
-from dflashctl.transport.frame import run_script, stream_script
+from dflashctl.transport.frame import relay_script, run_script, stream_script
 
 __all__ = [
     "Script",
@@ -14,6 +14,7 @@ __all__ = [
     "Transport",
     "connect",
     "connect_host",
+    "relay_script",
     "run_script",
     "stream_script",
 ]

@@ -93,9 +93,12 @@ class Transport(ABC):
         on_stdout: Sink,
         deadline_s: float | None,
         silence_s: float | None = None,
+        on_stderr: Sink | None = None,
     ) -> Finished:
         """Run ``argv`` exactly, feed ``stdin`` and close it, drain both streams at once.
 
+        An empty block of ``stdin`` says that nothing is there yet: it is asked again soon.
+        ``on_stderr`` gets all of stderr, perhaps in another thread; the end is kept all the same.
         ``deadline_s`` bounds the whole, ``silence_s`` the time without a byte either way.
         Raises: UnreachableError, with code ``link-lost`` when the connection died and
         ``timeout`` when a limit passed.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from dflashctl.errors import UnreachableError
 from dflashctl.transport.base import STDERR_KEPT_BYTES, EnoughRead, Finished, Sink
-from dflashctl.transport.child import Limits
+from dflashctl.transport.child import Limits, Sinks
 
 if TYPE_CHECKING:
     import paramiko
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _CHUNK_BYTES = 256 * 1024
 _PACKET_BYTES = 32 * 1024  # what a channel sends at once
 _TICK_S = 0.1
+_PAUSE_S = 0.02  # until a source of stdin that had nothing yet is asked again
 _GRACE_S = 0.5  # for the last bytes of stderr after the sink had enough
 _LATE_S = 10.0  # for output after the exit status, which sshd may send first
 _OPEN_S = 30.0  # to open a channel, when the command itself has no deadline
@@ -36,30 +37,32 @@ class ChannelRun:
         self._place = place
         self._limits = limits
         self._stderr = bytearray()
-        self._feed_error: BaseException | None = None
+        self._thread_error: BaseException | None = None  # of the two threads beside the reader
+        self._stderr_at_work = False  # its sink may block for as long as it likes
+        self._stderr_moved_s = time.monotonic()
 
-    def run(self, line: str, stdin: Iterable[bytes], sink: Sink) -> Finished:
+    def run(self, line: str, stdin: Iterable[bytes], sinks: Sinks) -> Finished:
         """Run ``line``; the status is None when the remote shell died of a signal.
 
-        Raises: UnreachableError (``link-lost`` or ``timeout``), and what ``stdin`` or ``sink``
+        Raises: UnreachableError (``link-lost`` or ``timeout``), and what ``stdin`` or ``sinks``
         raise.
         """
         channel = self._start(line)
         threads = [
             threading.Thread(target=self._feed, args=(channel, stdin), daemon=True),
-            threading.Thread(target=self._drain_stderr, args=(channel,), daemon=True),
+            threading.Thread(target=self._drain_stderr, args=(channel, sinks), daemon=True),
         ]
         try:
             for thread in threads:
                 thread.start()
-            self._read(channel, sink, threads[1])
+            self._read(channel, sinks, threads[1])
         finally:
             with self._closing_a_broken_link():
                 channel.close()
             for thread in threads:
                 thread.join(_JOIN_S)
-        if self._feed_error is not None:
-            raise self._feed_error
+        if self._thread_error is not None:
+            raise self._thread_error
         status = channel.exit_status if channel.exit_status_ready() else -1
         if status < 0:
             self._link.join(_SETTLE_S)  # its channels close a moment before it says it is down
@@ -92,10 +95,10 @@ class ChannelRun:
         channel.settimeout(_TICK_S)
         return channel
 
-    def _read(self, channel: "paramiko.Channel", sink: Sink, stderr: threading.Thread) -> None:
+    def _read(self, channel: "paramiko.Channel", sinks: Sinks, stderr: threading.Thread) -> None:
         at_end = enough = ended = False
         quiet_since_s = time.monotonic()
-        while self._feed_error is None:
+        while self._thread_error is None:
             moved = False
             if not at_end:
                 chunk = self._receive(channel)
@@ -103,20 +106,21 @@ class ChannelRun:
                 moved = bool(chunk)
                 if chunk and not enough:
                     try:
-                        sink(chunk)
+                        sinks.stdout(chunk)
                     except EnoughRead:
                         enough = True
             else:
                 time.sleep(_TICK_S / 10)
             if moved:
                 self._limits.touch()
-            if moved or not (ended or enough):
+            if moved or self._stderr_at_work or not (ended or enough):
                 quiet_since_s = time.monotonic()
             ended = channel.exit_status_ready() or channel.closed
             if at_end and ended and not stderr.is_alive():
                 return
             # A background process may hold the streams for ever: wait for quiet, not for their end
             grace_s = _GRACE_S if enough else _LATE_S
+            quiet_since_s = max(quiet_since_s, self._stderr_moved_s)
             if (ended or enough) and time.monotonic() - quiet_since_s > grace_s:
                 return
             self._limits.check()
@@ -149,7 +153,7 @@ class ChannelRun:
             return None
         return b""
 
-    def _drain_stderr(self, channel: "paramiko.Channel") -> None:
+    def _drain_stderr(self, channel: "paramiko.Channel", sinks: Sinks) -> None:
         while True:
             chunk = b""
             try:
@@ -164,16 +168,34 @@ class ChannelRun:
             self._limits.touch()
             self._stderr += chunk
             del self._stderr[:-STDERR_KEPT_BYTES]
+            if sinks.stderr is not None and not self._pass_on(sinks.stderr, chunk):
+                return
+
+    def _pass_on(self, sink: Sink, chunk: bytes) -> bool:
+        self._stderr_at_work = True
+        try:
+            sink(chunk)
+        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
+            self._thread_error = error
+            return False
+        finally:
+            self._stderr_moved_s = time.monotonic()
+            self._stderr_at_work = False
+        return True
 
     def _feed(self, channel: "paramiko.Channel", stdin: Iterable[bytes]) -> None:
         try:
             for block in stdin:
                 if not self._send(channel, memoryview(block)):
                     return  # the command takes no more; how it ends says why
+                if not block:
+                    time.sleep(_PAUSE_S)
+                    if channel.closed:
+                        return
             with self._closing_a_broken_link():
                 channel.shutdown_write()
         except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
-            self._feed_error = error
+            self._thread_error = error
 
     def _send(self, channel: "paramiko.Channel", block: memoryview) -> bool:
         while block:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import IO
 
 from dflashctl.errors import UnreachableError
@@ -18,6 +19,7 @@ from dflashctl.transport.base import STDERR_KEPT_BYTES, EnoughRead, Finished, Si
 
 CHUNK_BYTES = 256 * 1024
 _TICK_S = 0.1  # how often an exit with pipes still held open by a grandchild is noticed
+_PAUSE_S = 0.02  # until a source of stdin that had nothing yet is asked again
 _GRACE_S = 0.5  # for the last bytes of stderr after the child ended or the sink had enough
 
 
@@ -58,16 +60,25 @@ class Limits:
         )
 
 
+@dataclass(frozen=True)
+class Sinks:
+    """Where the streams of a command go; without ``stderr`` only the end of it is kept."""
+
+    stdout: Sink
+    stderr: Sink | None = None
+
+
 def run_child(
     argv: Sequence[str],
     stdin: Iterable[bytes],
-    sink: Sink,
+    sinks: Sinks,
     limits: Limits,
     environment: Mapping[str, str] | None = None,
 ) -> Finished:
     """Run ``argv`` and return how it ended; a negative wait status becomes 128 + signal.
 
-    Raises: UnreachableError (code ``timeout``); what ``stdin`` or ``sink`` raise, EnoughRead apart.
+    Raises: UnreachableError (code ``timeout``); what ``stdin`` or ``sinks`` raise, EnoughRead of
+    stdout apart.
     """
     process = subprocess.Popen(
         argv,
@@ -78,7 +89,7 @@ def run_child(
         env=environment,
         bufsize=0,
     )
-    pump = _Pump(process, stdin, sink, limits)
+    pump = _Pump(process, stdin, sinks, limits)
     try:
         pump.run()
     finally:
@@ -95,7 +106,7 @@ class _Pump:
         self,
         process: subprocess.Popen[bytes],
         stdin: Iterable[bytes],
-        sink: Sink,
+        sinks: Sinks,
         limits: Limits,
     ) -> None:
         if process.stdin is None or process.stdout is None or process.stderr is None:
@@ -104,8 +115,9 @@ class _Pump:
         self._stdin, self._stdout, self._stderr = process.stdin, process.stdout, process.stderr
         self._source: Iterator[bytes] = iter(stdin)
         self._unsent = memoryview(b"")
-        self._sink, self._limits = sink, limits
+        self._sinks, self._limits = sinks, limits
         self._enough = False
+        self._paused = False
         self._selector = selectors.DefaultSelector()
         self.stderr = bytearray()
         self.status: int | None = None
@@ -137,9 +149,12 @@ class _Pump:
         """Move what can be moved now; return whether bytes came in."""
         if not self._selector.get_map():
             time.sleep(_TICK_S / 10)  # all streams closed, the child not yet reaped
+            self._resume_stdin()
             return False
         moved = False
-        for key, _ in self._selector.select(_TICK_S):
+        ready = self._selector.select(_PAUSE_S if self._paused else _TICK_S)
+        self._resume_stdin()
+        for key, _ in ready:
             if key.fileobj is self._stdin:
                 self._write()
             elif key.fileobj is self._stdout:
@@ -148,11 +163,20 @@ class _Pump:
                 moved |= self._read(self._stderr, is_stdout=False)
         return moved
 
+    def _resume_stdin(self) -> None:
+        if self._paused:
+            self._selector.register(self._stdin, selectors.EVENT_WRITE)
+            self._paused = False
+
     def _write(self) -> None:
         while not self._unsent:
             block = next(self._source, None)  # outside the try: its errors are the caller's
             if block is None:
                 self._end(self._stdin)
+                return
+            if not block:
+                self._selector.unregister(self._stdin)
+                self._paused = True
                 return
             self._unsent = memoryview(block)
         try:
@@ -174,11 +198,13 @@ class _Pump:
             self._end(stream)
             return True
         if not is_stdout:
+            if self._sinks.stderr is not None:
+                self._sinks.stderr(chunk)
             self.stderr += chunk
             del self.stderr[:-STDERR_KEPT_BYTES]
         elif not self._enough:
             try:
-                self._sink(chunk)
+                self._sinks.stdout(chunk)
             except EnoughRead:
                 self._enough = True
         self._limits.touch()  # after the sink: a reader that takes its time is no silence

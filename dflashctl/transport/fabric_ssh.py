@@ -16,7 +16,7 @@ from dflashctl.errors import ConfigurationError, DflashctlError, TrustError, Unr
 from dflashctl.inventory import Host
 from dflashctl.transport.base import Finished, Sink, Transport
 from dflashctl.transport.channel import ChannelRun, Heartbeat
-from dflashctl.transport.child import Limits
+from dflashctl.transport.child import Limits, Sinks
 from dflashctl.transport.greeting import NO_GREETING, open_patiently
 from dflashctl.transport.known_hosts import (
     KnownKey,
@@ -69,12 +69,14 @@ class FabricTransport(Transport):
         on_stdout: Sink,
         deadline_s: float | None,
         silence_s: float | None = None,
+        on_stderr: Sink | None = None,
     ) -> Finished:
         """Run ``argv`` on a channel of the connection."""
         self.open()
         self.round_trips += 1
         limits = Limits(self.place, deadline_s, silence_s)
-        return ChannelRun(self._link, self.place, limits).run(quote(argv), stdin, on_stdout)
+        sinks = Sinks(on_stdout, on_stderr)
+        return ChannelRun(self._link, self.place, limits).run(quote(argv), stdin, sinks)
 
     def interactive(self, argv: Sequence[str]) -> int:
         """Run ``argv`` on the user's terminal, by the ssh program."""

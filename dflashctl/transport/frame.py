@@ -139,12 +139,24 @@ def stream_script(transport: Transport, script: Script, on_bytes: Sink) -> Scrip
     return _run(transport, script, on_bytes, (None, script.deadline_s), lambda: b"")
 
 
+def relay_script(
+    transport: Transport, script: Script, on_stdout: Sink, on_stderr: Sink
+) -> ScriptResult:
+    """Run ``script`` and hand both its streams on; ``script.deadline_s`` bounds the whole.
+
+    ``on_stderr`` gets all that ssh, sudo and pct say too. Raises: as run_script, and what the sinks
+    raise.
+    """
+    return _run(transport, script, on_stdout, (script.deadline_s, None), lambda: b"", on_stderr)
+
+
 def _run(
     transport: Transport,
     script: Script,
     sink: Sink,
     limits: tuple[float | None, float | None],
     stdout: Callable[[], bytes],
+    on_stderr: Sink | None = None,
 ) -> ScriptResult:
     if "\0" in script.text:
         raise UsageError(f"the text of {script.what} holds a NUL byte", place=transport.place)
@@ -154,7 +166,8 @@ def _run(
     argv = ["bash", "--noprofile", "--norc", "-c", BOOT, "dflashctl", str(len(text)), nonce]
     started_s = time.monotonic()
     try:
-        finished = transport.execute(argv, _stdin(text, script.payload), parser.feed, *limits)
+        stdin = _stdin(text, script.payload)
+        finished = transport.execute(argv, stdin, parser.feed, *limits, on_stderr)
     except UnreachableError as error:
         if parser.rc is None and parser.begun and error.code == "link-lost":
             raise _unknown(script, transport, error.message) from error

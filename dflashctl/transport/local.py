@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from dflashctl.errors import UnreachableError, UsageError
 from dflashctl.transport.base import Finished, Sink, Transport
-from dflashctl.transport.child import Limits, run_child
+from dflashctl.transport.child import Limits, Sinks, run_child
 
 
 class LocalTransport(Transport):
@@ -31,12 +31,13 @@ class LocalTransport(Transport):
         on_stdout: Sink,
         deadline_s: float | None,
         silence_s: float | None = None,
+        on_stderr: Sink | None = None,
     ) -> Finished:
         """Run ``argv`` in a process group of its own. Raises: UnreachableError on a limit."""
         self.round_trips += 1
         try:
             limits = Limits(self.place, deadline_s, silence_s)
-            return run_child(argv, stdin, on_stdout, limits)
+            return run_child(argv, stdin, Sinks(on_stdout, on_stderr), limits)
         except FileNotFoundError as error:
             if error.filename != argv[0]:
                 raise  # from the payload, not from the command

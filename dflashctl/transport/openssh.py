@@ -23,7 +23,7 @@ from dflashctl.errors import (
 )
 from dflashctl.inventory import Host
 from dflashctl.transport.base import Finished, Sink, Transport, readable
-from dflashctl.transport.child import Limits, run_child
+from dflashctl.transport.child import Limits, Sinks, run_child
 from dflashctl.transport.greeting import NO_GREETING, open_patiently
 from dflashctl.transport.known_hosts import fingerprint
 from dflashctl.transport.ssh_settings import resolve
@@ -122,13 +122,15 @@ class OpensshTransport(Transport):
         on_stdout: Sink,
         deadline_s: float | None,
         silence_s: float | None = None,
+        on_stderr: Sink | None = None,
     ) -> Finished:
         """Run ``argv`` over the master connection, or a new one should that have ended."""
         self.open()
         self.round_trips += 1
         command = [*self._argv("-o", "ControlMaster=no", "-T"), "--", self._host.address]
         limits = Limits(self.place, deadline_s, silence_s)
-        finished = run_child([*command, quote(argv)], stdin, on_stdout, limits, _environment())
+        sinks = Sinks(on_stdout, on_stderr)
+        finished = run_child([*command, quote(argv)], stdin, sinks, limits, _environment())
         text = readable(finished.stderr)
         if finished.status == 255 and _LINK_LOST.search(text[-2000:]):
             raise UnreachableError(

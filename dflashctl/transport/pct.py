@@ -39,9 +39,11 @@ class PctTransport(Transport):
         on_stdout: Sink,
         deadline_s: float | None,
         silence_s: float | None = None,
+        on_stderr: Sink | None = None,
     ) -> Finished:
         """Run ``argv`` in the container with a clean environment. Raises: as the node's way."""
-        return self._node.execute(self._wrap(argv), stdin, on_stdout, deadline_s, silence_s)
+        wrapped = self._wrap(argv)
+        return self._node.execute(wrapped, stdin, on_stdout, deadline_s, silence_s, on_stderr)
 
     def interactive(self, argv: Sequence[str]) -> int:
         """Run ``argv`` in the container on the user's terminal."""

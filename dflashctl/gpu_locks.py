@@ -69,7 +69,7 @@ class Lock:
 
 @dataclass(frozen=True)
 class Holder:
-    """Who takes locks: a run by its tag and directory; ``former`` is an earlier try's token.
+    """Who takes locks: a run by its tag and directory; ``token`` tells its locks from others'.
 
     run_dir ends with / where any directory below it will do (warmup, check).
     """
@@ -79,7 +79,6 @@ class Holder:
     vmid: int | None
     run_dir: str
     token: str
-    former: str | None = None
 
     @property
     def run(self) -> dict[str, Any]:
@@ -89,7 +88,7 @@ class Holder:
     def wish(self) -> dict[str, Any]:
         """Return what a lock says of it."""
         named = {"tag": self.tag, "host": self.host, "by": _me(), "lease_s": LEASE_S}
-        return self.run | named | {"former": self.former}
+        return self.run | named
 
 
 def new_token() -> str:

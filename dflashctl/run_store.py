@@ -52,14 +52,12 @@ class RunStore:
                     self.root.rmdir()
             os.close(handle)
 
-    def note_token(self, tag: str, token: str) -> str | None:
-        """Note the token of the GPU locks that are about to be taken; return an earlier try's.
+    def note_token(self, tag: str, token: str) -> None:
+        """Note the token of the GPU locks that are about to be taken, for a rerun.
 
-        Only under ``guarded``: an earlier token is then that of a command which has ended.
+        Only under ``guarded``: a token that is found then is that of a command which has ended.
         """
-        former = self.token(tag)
         write_by_rename(self.directory(tag) / _LOCKS, token.encode())
-        return former
 
     def token(self, tag: str) -> str | None:
         """Return the token of a launch that was not recorded, or None."""

@@ -217,12 +217,12 @@ class _Locking:
     def hold(self, take: Callable[[Holder], tuple[tuple[Gpu, ...], Claim]]) -> tuple[Gpu, ...]:
         """Take the locks; a place without GPUs has none."""
         container = self._ways.place.container
-        token, former = new_token(), None
+        token = self._runs.token(self._tag) or new_token()
         if uses_gpus(container):
-            former = self._runs.note_token(self._tag, token)
+            self._runs.note_token(self._tag, token)
         run_dir = str(Workspace.at(container.workspace).run(self._tag).root)
         names = (self._tag, container.host_name, container.vmid)
-        gpus, self.claim = take(Holder(*names, run_dir, token, former))
+        gpus, self.claim = take(Holder(*names, run_dir, token))
         for text in dict.fromkeys(lock.text() for lock in self.claim.taken_over):
             self.say(f"took over stale GPU locks: {text}")
         return gpus
@@ -247,8 +247,17 @@ class _Locking:
         """Let go of the locks, unless the run lives, or may."""
         if self.kept:
             return
-        if self.claim is None or self.claim.let_go():
+        if self.claim is None:
+            gone = isinstance(error, DflashctlError) and not _leaves_doubt(error)
+        else:
+            gone = self.claim.let_go()
+        if gone:
             self._runs.forget_token(self._tag)
+
+
+def _leaves_doubt(error: DflashctlError) -> bool:
+    """Say whether a command may have been carried out over there although it failed here."""
+    return isinstance(error, UnreachableError) or error.code == StateUnknownError.code
 
 
 @dataclass(frozen=True)

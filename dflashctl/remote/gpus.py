@@ -463,13 +463,13 @@ class Locks:
         """Take all of the locks or none; returns the conflicts, and the stale ones taken over."""
         known = {holder["uuid"]: self.judged(holder) for holder in self.holders()}
         held = [known[uuid] for uuid in uuids if uuid in known]
-        own = {wish["token"], wish.get("former")}
-        conflicts = [h for h in held if h["state"] != "stale" and h.get("token") not in own]
+        other = [holder for holder in held if holder.get("token") != wish["token"]]
+        conflicts = [holder for holder in other if holder["state"] != "stale"]
         if conflicts:
             return {"conflicts": conflicts, "taken_over": []}
         taken_over = [h for h in held if h["state"] == "stale"]
         lease = {"lease_until_s": self.now + wish["lease_s"], "boot_id": self.boot, "pid": None}
-        values = {key: value for key, value in wish.items() if key not in ("former", "lease_s")}
+        values = {key: value for key, value in wish.items() if key != "lease_s"}
         made = values | lease | {"created_unix_s": time.time()}
         for holder in taken_over:
             self.drop(holder["uuid"])

@@ -101,7 +101,7 @@ def stop_ids(subject: Subject) -> set[int]:
 
 
 def template_ids(subject: Subject) -> set[int]:
-    """Return every id that the chat template writes around messages, of those that are reserved."""
+    """Return every id of chats that the template renders, its own markers among them."""
     found: set[int] = set()
     for text in _rendered(subject.tokenizer):
         found |= set(subject.tokenizer(text, add_special_tokens=False)["input_ids"])

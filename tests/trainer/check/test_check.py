@@ -73,7 +73,7 @@ def test_a_sound_run_passes_and_each_line_says_what_was_seen(
     assert "theta 10000 as in the target's config.json" in text
 
 
-def test_the_full_check_looks_at_the_target_itself_with_the_runs_own_draft(
+def test_the_full_check_looks_at_the_target_itself_with_the_runs_own_widths(
     make_run: MakeRun, capsys: Printed
 ) -> None:
     document = check(make_run(), capsys)
@@ -81,7 +81,7 @@ def test_the_full_check_looks_at_the_target_itself_with_the_runs_own_draft(
     assert (document["status"], document["fast"]) == (0, False)
     assert "the target itself: 6 layers" in found["target"]["what"]
     assert found["layer-offset"]["what"].startswith("taps 1, 3 are their layers' outputs")
-    assert "the run's own shape on the target's own taps" in found["forward-equals-decode"]["what"]
+    assert "the run's own widths on the target's own taps" in found["forward-equals-decode"]["what"]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from dflashctl.errors import ConfigurationError, ExitCode, UsageError
 from dflashctl.inventory import (
     STARTER,
     Container,
+    Expect,
     Host,
     Inventory,
     Place,
@@ -408,3 +409,14 @@ def test_ssh_line_of_a_hint_reaches_the_host_as_hosts_yaml_says() -> None:
         "ssh -F /etc/site -o UserKnownHostsFile=/etc/known -i '/keys/my key' "
         "-J admin@bastion -p 2222 root@10.1.2.6"
     )
+
+
+def test_what_gpus_are_expected_is_read_for_hosts_and_containers() -> None:  # F44
+    text = host_with("expect: {count: 8, model: RTX 3090}").replace("{}", "{expect: {count: 2}}")
+    (host,) = parse(text).hosts
+    assert host.expect == Expect(8, "RTX 3090")
+    assert host.containers[0].expect == Expect(2, None)
+    with pytest.raises(ConfigurationError, match="unknown key 'modell'"):
+        parse(host_with("expect: {modell: RTX 3090}"))
+    with pytest.raises(ConfigurationError, match=r"expect.count: expected a number of GPUs"):
+        parse(host_with("expect: {count: -1}"))

@@ -11,6 +11,7 @@ import pytest
 import typer.main
 
 from dflashctl.cli import app
+from dflashctl.cli.verb import parse_duration
 from tests.dflashctl.act.conftest import REPOSITORY, Project
 
 HEAVY = ("torch", "transformers", "paramiko", "fabric", "numpy", "pydantic", "rich", "yaml")
@@ -200,3 +201,11 @@ def test_init_writes_hosts_yaml_that_loads(tmp_path: Path, project: Project) -> 
     loaded = project.run("--limit", "nowhere", "deploy", "--dry-run")
     assert "names no host" in loaded.stderr, "the starter parses; only the limit is wrong"
     assert tmp_path == project.root
+
+
+def test_a_wait_is_written_in_seconds_or_with_units() -> None:
+    words = {None: 0, "0": 0, "45": 45, "45s": 45, "10m": 600, "2h": 7200, "1d2h3m4s": 93784}
+    assert {text: parse_duration(text) for text in words} == words
+    for wrong in ("", "h", "2 h", "1.5h", "2h1d", "-1"):
+        with pytest.raises(typer.BadParameter, match="no number of seconds"):
+            parse_duration(wrong)

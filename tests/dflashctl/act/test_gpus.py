@@ -157,6 +157,20 @@ def test_a_driver_that_does_not_answer_is_wedged_and_its_rows_are_not_idle() -> 
     assert raised.value.code == "gpu-wedged"
 
 
+@pytest.mark.parametrize(
+    ("rc", "said", "mismatch"),
+    [
+        (6, "No devices were found", True),
+        (18, "Failed to initialize NVML: Driver/library version mismatch", True),
+        (9, "NVIDIA-SMI has failed because it couldn't communicate with the driver", False),
+    ],
+)
+def test_a_driver_without_rows_is_told_in_its_own_words(rc: int, said: str, mismatch: bool) -> None:
+    found = parse(answer([], rc=rc, problem=said, apps_rc=rc))
+    assert (found.gpus, found.problem, found.mismatch) == ((), said, mismatch)
+    assert not found.wedged
+
+
 def test_no_nvidia_smi_is_no_driver_problem_of_the_node() -> None:
     found = parse({"installed": False, "locks": []})
     assert found == Probe((), "nvidia-smi is not installed", installed=False)

@@ -41,7 +41,7 @@ def watch(ctx: typer.Context, tag: MaybeTag = None) -> int:
         ended = show(options, request)
     except KeyboardInterrupt:
         return _left_alone(tag)
-    return int(ExitCode.OK if ended.state in ("finished", "stopped") else ExitCode.FAILED)
+    return _outcome_exit(ended)
 
 
 def logs(
@@ -55,7 +55,7 @@ def logs(
 ) -> int:
     """Print the log of a run, byte for byte.
 
-    On a terminal escape sequences are left out.
+    On a terminal escape sequences are left out. With -f a run that failed makes it exit 1.
     """
     from dflashctl.operations.logs import LogsRequest
     from dflashctl.operations.logs import logs as read_logs
@@ -69,10 +69,11 @@ def logs(
         ended = read_logs(request, options.connect, write, _tell)
     except KeyboardInterrupt:
         return _left_alone(tag)
-    if ended is not None:
-        record = None if ended.record is None else vars(ended.record)
-        sys.stderr.write(f"run {tag} {outcome(ended.state, record)}\n")
-    return 0
+    if ended is None:
+        return int(ExitCode.OK)
+    record = None if ended.record is None else vars(ended.record)
+    sys.stderr.write(f"run {tag} {outcome(ended.state, record)}\n")
+    return _outcome_exit(ended)
 
 
 def status(ctx: typer.Context, tag: MaybeTag = None) -> int:
@@ -222,6 +223,10 @@ def _watch_json(options: Options, request: "WatchRequest") -> "Ended":
 
 def _tell(notice: "Notice") -> None:
     sys.stderr.write(f"{notice.text}\n")
+
+
+def _outcome_exit(ended: "Ended") -> int:
+    return int(ExitCode.OK if ended.state in ("finished", "stopped") else ExitCode.FAILED)
 
 
 def _left_alone(tag: str) -> int:

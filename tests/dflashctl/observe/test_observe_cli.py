@@ -234,6 +234,16 @@ def test_logs_f_goes_on_over_lost_links_and_ends_with_the_run(laptop: Laptop, ru
     assert told[2] == "run fresh7 finished"
 
 
+def test_logs_f_of_a_run_that_fails_exits_1(laptop: Laptop, run: Any) -> None:  # F51
+    run.start()
+    run.log.write_bytes(b"last words\n")
+    run.end(3)
+    done = laptop.run("logs", "fresh7", "-f")
+    assert (done.returncode, done.stdout) == (1, "last words\n")
+    assert "run fresh7 failed: exit status 3" in done.stderr
+    assert laptop.run("logs", "fresh7").returncode == 0
+
+
 def test_status_of_a_killed_run_says_so_and_exits_1_and_of_all_runs_exits_0(
     laptop: Laptop, run: Any
 ) -> None:

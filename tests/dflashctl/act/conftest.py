@@ -44,10 +44,8 @@ run: {{checkpoint_every_steps: 10}}
 """
 
 
-@pytest.fixture(scope="session")
-def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a directory with a ``trainer`` package that needs no torch."""
-    root = tmp_path_factory.mktemp("stand-in")
+def write_stand_in(root: Path) -> Path:
+    """Write a ``trainer`` package that needs no torch into ``root``, and return that."""
     source = Path(trainer.__file__).parent
     package = root / "trainer"
     package.mkdir()
@@ -58,6 +56,12 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     shutil.copy(Path(__file__).parent / "stand_in_main.py", package / "__main__.py")
     return root
+
+
+@pytest.fixture(scope="session")
+def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory with a ``trainer`` package that needs no torch."""
+    return write_stand_in(tmp_path_factory.mktemp("stand-in"))
 
 
 @dataclass

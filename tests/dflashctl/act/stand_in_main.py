@@ -1,13 +1,15 @@
 """A trainer without torch, for tests of everything around one: events, checkpoints, signals.
 
 It takes the place of trainer/__main__.py in a copy of the package; contract and runner are the
-real ones. Every step takes 20 ms; SIGINT and SIGTERM write a checkpoint and exit 10.
+real ones. Every step takes 20 ms; SIGINT and SIGTERM write a checkpoint and exit 10. Seed 12 has a
+worker process that ignores every signal but SIGKILL, seed 13 ignores what asks it to stop.
 """
 
 import argparse
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -42,11 +44,14 @@ def train(run_dir: Path, *, resume: bool) -> int:
     events = EventWriter(run_dir / "metrics.jsonl", manifest.run_id)
     events.write("phase", phase="train", cuda=os.environ["CUDA_VISIBLE_DEVICES"], resumed_at=step)
     print(f"training from step {step} with seed {manifest.seed}", flush=True)
+    if manifest.seed == 12:
+        subprocess.Popen(["sh", "-c", "trap '' HUP INT TERM; while :; do sleep 0.1; done"])
     if config["optim"]["lr"] == 99.0:
         sys.exit("error: lr 99 explodes")
     while step < config["optim"]["max_steps"]:
         step += 1
         time.sleep(STEP_S)
+        print(f"line {step}", flush=True)
         events.write("step", step=step, loss=1.0 / step)
         if step % config["run"]["checkpoint_every_steps"] == 0:
             save(run_dir, step)

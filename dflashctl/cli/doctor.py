@@ -1,0 +1,83 @@
+"""The verb that looks for what is missing before anything is launched: doctor."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dflashctl.cli.output import say, show
+from dflashctl.cli.verb import Options, Verb, current
+
+if TYPE_CHECKING:
+    from dflashctl.operations.doctor import DoctorRequest, DoctorResult
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to ``app``."""
+    app.command("doctor", cls=Verb)(doctor)
+
+
+def doctor(
+    ctx: typer.Context,
+    *,
+    train: Annotated[
+        Path | None,
+        typer.Option("--train", metavar="FILE", help="train.yaml, for what its target needs"),
+    ] = None,
+    fix: Annotated[
+        bool, typer.Option("--fix", help="make the safe fixes; asks before it installs")
+    ] = False,
+) -> None:
+    """Check laptop, nodes and containers, and say what to type.
+
+    Changes nothing without --fix. Exit status 1 when a check FAILs.
+    """
+    from dflashctl.bundle import build_bundle
+    from dflashctl.operations.doctor import DoctorRequest, examine
+    from dflashctl.render.doctor import doctor_document, doctor_text
+
+    options = current(ctx)
+    inventory = options.inventory()
+    request = DoctorRequest(
+        inventory=inventory.path,
+        places=tuple(inventory.select(options.limits)),
+        requirements_digest=build_bundle().requirements_digest,
+        target=_target(train),
+        accept_new=options.accept_new,
+    )
+    result = examine(request)
+    if fix and _mend(options, request, result):
+        result = examine(request)
+    show(options, doctor_document(result), doctor_text(result), ok=result.ok)
+    if result.exit_code:
+        raise typer.Exit(result.exit_code)
+
+
+def _target(train: Path | None) -> str | None:
+    from dflashctl.train_file import read_train_config
+
+    return None if train is None else read_train_config(train, [], ()).target.path
+
+
+def _mend(options: Options, request: "DoctorRequest", result: "DoctorResult") -> bool:
+    """Make the safe fixes; True when one was made."""
+    from dflashctl.errors import DflashctlError
+    from dflashctl.operations.doctor import asks_first, mend, mendable
+
+    made = False
+    for check in mendable(result):
+        line = f"{check.place}: {' '.join(check.mend)}"
+        if asks_first(check) and not options.yes:
+            if not sys.stdin.isatty():
+                say(f"not done without --yes: {line}")
+                continue
+            if not typer.confirm(f"{line}\ndo it?", err=True):
+                continue
+        say(f"fixing {line}")
+        try:
+            mend(check, request.places, accept_new=options.accept_new)
+            made = True
+        except DflashctlError as error:
+            say(f"{error}; {error.hint}")
+    return made

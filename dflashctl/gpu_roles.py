@@ -293,10 +293,20 @@ def _wedged(answer: Probe, place: str) -> StateUnknownError:
 
 
 def require_visible(gpus: tuple[Gpu, ...], facts: dict[str, Any], place: str) -> None:
-    """Raise MismatchError when the container itself does not see a GPU that it was given."""
+    """Raise MismatchError when the container itself does not see a GPU that it was given.
+
+    Raises StateUnknownError when its nvidia-smi did not answer.
+    """
     seen, problem = facts.get("gpu_uuids"), facts.get("gpu_problem")
     if seen is None:
         return  # the container has no nvidia-smi; CUDA will tell at the start
+    if facts.get("gpu_silent"):
+        raise StateUnknownError(
+            "nvidia-smi in the container gave no answer within 10 s",
+            hint="dflashctl gpus",
+            place=place,
+            code="gpu-unknown",
+        )
     if problem and not seen and any(gpu.uuid is not None for gpu in gpus):
         raise lost_inside(problem, place)
     said = f" (its nvidia-smi says: {problem})" if problem else ""

@@ -19,6 +19,9 @@ _IDLE_FRAC = 0.10
 _RUN_DIR = re.compile(r"--run-dir[ =](\S*)/runs/([A-Za-z][A-Za-z0-9_-]*)")
 _BUS_ID = re.compile(r"([0-9A-Fa-f]{4,8}):([0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-9A-Fa-f])")
 _LOST = re.compile(r"lost|unknown error|ERR!|fallen off", re.IGNORECASE)
+_DRIVER_SAYS = re.compile(r"NVML|NVIDIA-SMI|No devices|device handle")
+_ABSENT = re.compile(r"not running|does not exist|init pid")
+_STUCK = (124, 137)  # exit statuses of timeout
 _NO_DEVICES, _MISMATCH = 6, 18  # exit statuses of nvidia-smi
 _DAEMONS = ("nvidia-persiste", "nvidia-persistenced", "dcgm", "nv-hostengine", "nvidia-smi")
 
@@ -72,11 +75,14 @@ class GpuState:
 
 @dataclass(frozen=True)
 class View:
-    """What nvidia-smi said inside a container: its cards, or why it did not list them."""
+    """What nvidia-smi said inside a container: its cards, or ``problem``.
+
+    listed: False where nvidia-smi itself said nothing; without a ``problem`` there is none there.
+    """
 
     uuids: tuple[str, ...]
     problem: str = ""
-    is_running: bool = True
+    listed: bool = True
 
 
 @dataclass(frozen=True)
@@ -164,14 +170,16 @@ def _wedged_text(stuck: Raw | None) -> str:
 
 
 def _view(raw: Raw) -> View:
-    text = str(raw["text"])
-    if raw["rc"] is None:
-        return View((), "its nvidia-smi gave no answer")
-    if "not running" in text or "does not exist" in text or "init pid" in text:
-        return View((), "", is_running=False)
+    text, rc = str(raw["text"]), raw["rc"]
+    if rc in (None, *_STUCK):
+        return View((), "its nvidia-smi gave no answer within 10 s", listed=False)
     uuids = tuple(re.findall(r"UUID: (GPU-[0-9A-Za-z-]+)", text))
     said = " ".join(text.split())[-300:]
-    return View(uuids, "" if raw["rc"] == 0 else said or f"exit status {raw['rc']}")
+    if rc == 0 or _DRIVER_SAYS.search(text):
+        return View(uuids, "" if rc == 0 else said)
+    if _ABSENT.search(text) or rc in (126, 127):  # it does not run, or has no nvidia-smi
+        return View((), listed=False)
+    return View((), f"it cannot be asked: {said or f'exit status {rc}'}", listed=False)
 
 
 class _Judge:

@@ -155,6 +155,10 @@ def _troubles(
         found.append(_Trouble(0, answer.problem, look, ExitCode.UNKNOWN))
     elif answer.mismatch:
         found.append(_Trouble(0, answer.problem, look, ExitCode.MISMATCH))
+    for vmid, view in answer.views:
+        if view.problem and not view.listed:
+            text = f"{host.name}/{vmid}: {view.problem}"
+            found.append(_Trouble(0, text, f"on the node: pct status {vmid}", ExitCode.UNKNOWN))
     if answer.gpus and not answer.wedged:
         found += _differences(answer, host, containers)
     return found
@@ -175,7 +179,7 @@ def _differences(answer: Probe, host: Host, containers: list[Container]) -> list
     hint = "correct hosts.yaml, or look at the node's cards: nvidia-smi -L"
     for container in containers:
         view = None if container.vmid is None else views.get(container.vmid)
-        if view is not None and view.is_running:
+        if view is not None and view.listed:
             text = _inside(view, answer, container)
             texts.append(text)
             hint = f"pct reboot {container.vmid}" if text else hint

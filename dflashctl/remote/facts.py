@@ -220,6 +220,7 @@ class Facts:
         argv = ["timeout", "-k", "2", "10", "nvidia-smi", "-L"]
         done = subprocess.run(argv, capture_output=True, text=True, check=False)
         self.answer["gpu_uuids"] = re.findall(r"UUID: (GPU-[0-9a-f-]+)", done.stdout)
+        self.answer["gpu_silent"] = done.returncode in (124, 137)  # as timeout tells it
         if done.returncode != 0:
             self.answer["gpu_problem"] = (done.stdout + done.stderr).strip()[:500]
 

@@ -8,7 +8,7 @@ import pytest
 
 from dflashctl.errors import ConfigurationError, MismatchError, RefusedError, StateUnknownError
 from dflashctl.gpu_roles import claim, cpu_roles, require_visible, unexpected, uses_gpus
-from dflashctl.gpus import GpuState, Probe, parse
+from dflashctl.gpus import GpuState, Probe, View, parse
 from dflashctl.inventory import Container, Expect, Host, Place
 from dflashctl.operations.gpus import look_at_gpus
 from dflashctl.render.gpus import gpus_text
@@ -16,6 +16,7 @@ from trainer.contract.manifest import Gpu
 
 MIB = 1 << 20
 CARD = "NVIDIA H200"
+LOST_INSIDE = "Failed to initialize NVML: Unknown Error"
 
 
 def row(text: str, ecc: str = "0") -> str:
@@ -171,6 +172,26 @@ def test_a_driver_without_rows_is_told_in_its_own_words(rc: int, said: str, mism
     assert not found.wedged
 
 
+@pytest.mark.parametrize(
+    ("rc", "text", "view"),
+    [
+        (0, "GPU 0: X (UUID: GPU-a)\n", View(("GPU-a",))),
+        (255, f"{LOST_INSIDE}\n", View((), LOST_INSIDE)),
+        (255, "container '201' not running!", View((), listed=False)),
+        (127, "timeout: failed to run command 'nvidia-smi'", View((), listed=False)),
+        (124, "", View((), "its nvidia-smi gave no answer within 10 s", listed=False)),
+        (1, "sudo: no", View((), "it cannot be asked: sudo: no", listed=False)),
+    ],
+)  # fmt: skip
+def test_what_a_container_sees_is_told_apart_from_not_being_able_to_ask(
+    rc: int, text: str, view: View
+) -> None:  # F39
+    raw = answer([row(f"0, GPU-a, {CARD}, 4, 9, 0")]) | {
+        "inside": {"200": {"rc": rc, "text": text}}
+    }
+    assert parse(raw).views == ((200, view),)
+
+
 def test_no_nvidia_smi_is_no_driver_problem_of_the_node() -> None:
     found = parse({"installed": False, "locks": []})
     assert found == Probe((), "nvidia-smi is not installed", installed=False)
@@ -255,6 +276,8 @@ def test_a_card_that_the_container_does_not_see_is_refused() -> None:
     with pytest.raises(MismatchError, match="the container lost its GPUs, and the node") as raised:
         require_visible(gpus, broken, "kpro6/200")
     assert raised.value.hint == "restart the container: pct reboot 200"
+    with pytest.raises(StateUnknownError, match="in the container gave no answer within 10 s"):
+        require_visible(gpus, {"gpu_uuids": [], "gpu_silent": True}, "kpro6/200")
 
 
 def test_this_machine_answers_as_a_host_and_the_table_has_a_row(tmp_path: Path) -> None:

@@ -86,10 +86,14 @@ class RunEvent:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """The link is alive: the container's clock, and the process: alive, starting or gone."""
+    """The link is alive: the container's clock, and the process: alive, starting or gone.
+
+    gpus_lost: what the container's nvidia-smi said instead of GPUs, else "".
+    """
 
     now_unix_s: float
     process: str
+    gpus_lost: str = ""
 
 
 @dataclass(frozen=True)
@@ -266,7 +270,9 @@ class _Session:
         elif kind == "note":
             self._take_note(record.header["f"], record.header["why"])
         elif kind == "beat":
-            self.emit(Heartbeat(float(record.header["now"]), str(record.header["process"])))
+            told = record.header
+            lost = str(told.get("gpus", ""))
+            self.emit(Heartbeat(float(told["now"]), str(told["process"]), lost))
         elif kind == "end":
             self.end = record
 

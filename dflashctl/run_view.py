@@ -61,6 +61,7 @@ class RunView:
     step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=50))
     log: deque[str] = field(default_factory=lambda: deque(maxlen=NUM_LOG_LINES))
     link: str = ""  # why there is no link, or ""
+    gpus_lost: str = ""  # what the container's nvidia-smi said instead of GPUs, or ""
     notes: deque[str] = field(default_factory=lambda: deque(maxlen=3))
     ended: Ended | None = None
     _lines: LineAssembler = field(default_factory=LineAssembler)
@@ -75,7 +76,7 @@ class RunView:
         elif isinstance(item, RunEvent):
             self._take_event(item.event)
         elif isinstance(item, Heartbeat):
-            self.process, self.link = item.process, ""
+            self.process, self.link, self.gpus_lost = item.process, "", item.gpus_lost
             self._beat_unix_s, self._beat_mono_s = item.now_unix_s, mono_s
         elif isinstance(item, Notice):
             self._take_notice(item)
@@ -106,7 +107,8 @@ class RunView:
         """What is wrong now, the gravest first; nothing once the run has ended."""
         if self.ended is not None:
             return []
-        found = [self._non_finite(), self._link(), self._stall(mono_s), self._throughput()]
+        now = (self._gpus(), self._link(), self._stall(mono_s), self._throughput())
+        found = [self._non_finite(), *now]
         return [alert for alert in found if alert is not None]
 
     def _take_event(self, event: dict[str, Any]) -> None:
@@ -154,6 +156,14 @@ class RunView:
             return None
         text = f"loss was not finite in {self.num_non_finite} step events"
         return Alert("non-finite", f"{text}, last at step {self.non_finite_step}")
+
+    def _gpus(self) -> Alert | None:
+        if not self.gpus_lost:
+            return None
+        vmid = self.place.rpartition("/")[2]
+        then = "restart it" if vmid == "self" else f"pct reboot {vmid}"
+        text = f"the container lost its GPUs (its nvidia-smi says: {self.gpus_lost}); {then}"
+        return Alert("gpus", text)
 
     def _link(self) -> Alert | None:
         return Alert("link", self.link) if self.link else None

@@ -12,7 +12,8 @@ A record is one line of JSON, ``{"k": KIND, "n": LENGTH, ...}``, and LENGTH raw 
     log     o (offset), id, [head]  bytes of the log
     events  o (offset), id, [head]  bytes of metrics.jsonl
     note    f (log or events), why  "truncated" or "replaced": the file starts again at offset 0
-    beat    now, process            every beat_s seconds; process is alive, starting or gone
+    beat    now, process, gpus      every beat_s seconds; process is alive, starting or gone; gpus
+                                    is what nvidia-smi said when it found none, else ""
     end     why, now                last; why is exit (payload: exit.json), lost, never-started,
                                     absent (no such run) or once
 
@@ -21,7 +22,10 @@ The beat has a second use: when the reader is gone, writing it ends this program
 
 import json
 import os
+import re
+import shutil
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -34,6 +38,7 @@ LOST_AFTER_S = 3.0  # a resume replaces exit.json and process.json one after the
 START_WITHIN_S = 20.0
 # A reader that takes nothing for this long is dead behind a stalled link: end, it will come back.
 BLOCKED_S = 60
+GPU_LOOK_S = 60.0  # between two looks whether the container still has its GPUs
 
 
 class Tail:
@@ -223,6 +228,39 @@ class Run:
         return None
 
 
+class GpuLook:
+    """Asks now and then whether this container still has its GPUs; never waits for the answer."""
+
+    def __init__(self, root: Path) -> None:
+        manifest = read_json(root / "manifest.json") or {}
+        gpus = manifest.get("gpus")
+        named = isinstance(gpus, list) and any(isinstance(g, dict) and g.get("uuid") for g in gpus)
+        self.is_on = named and shutil.which("nvidia-smi") is not None
+        self.child: subprocess.Popen[bytes] | None = None
+        self.due = 0.0
+        self.said = ""
+
+    def lost(self) -> str:
+        """Return what nvidia-smi said instead of GPUs when it was asked last; "" when it did not.
+
+        One that hangs is not followed by another.
+        """
+        if self.child is not None and self.child.poll() is not None:
+            data = self.child.stdout.read() if self.child.stdout else b""
+            text = " ".join(data.decode("utf-8", "replace").split())
+            lost = self.child.returncode != 0 and re.search("NVML|No devices", text)
+            self.said, self.child = text[:300] if lost else "", None
+        elif self.child is None and self.is_on and time.monotonic() >= self.due:
+            self.due = time.monotonic() + GPU_LOOK_S
+            self.child = subprocess.Popen(
+                ["timeout", "-k", "2", "10", "nvidia-smi", "-L"],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+        return self.said
+
+
 def log_path(root: Path, name: str) -> Path:
     """Return the log of the run: where its manifest says, else under ``name`` in ``root``."""
     manifest = read_json(root / "manifest.json") or {}
@@ -239,7 +277,7 @@ def main() -> None:
         Tail("events", root / "metrics.jsonl", asked["start"]["events"]),
         Tail("log", log_path(root, asked["log"]), asked["start"]["log"]),
     ]
-    run = Run(root)
+    run, look = Run(root), GpuLook(root)
     send("hello", now=time.time())
     next_beat = 0.0
     while True:
@@ -251,7 +289,8 @@ def main() -> None:
             send("end", over[1], why=over[0], now=time.time())
             return
         if time.monotonic() >= next_beat:
-            send("beat", now=time.time(), process=run.state)
+            gpus = "" if asked.get("once") else look.lost()
+            send("beat", now=time.time(), process=run.state, gpus=gpus)
             next_beat = time.monotonic() + asked.get("beat_s", 2.0)
         if not any(moved):
             time.sleep(asked.get("poll_s", 0.2))

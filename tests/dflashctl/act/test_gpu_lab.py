@@ -6,6 +6,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -190,24 +191,38 @@ def test_other_cards_than_hosts_yaml_says_exit_7(  # F44
     assert "error[gpu-missing]" in refused.stderr
 
 
+@contextmanager
+def lost_gpus(lab: Lab, said: str) -> Iterator[None]:
+    """Have nvidia-smi in kpro7/200 find no GPU, and say so."""
+    smi = "/usr/bin/nvidia-smi"
+    lose = f"cp {smi} /root/smi && printf '#!/bin/sh\\necho {said}; exit 255\\n' > {smi}"
+    assert lab.in_container("kpro7", 200, lose).returncode == 0
+    try:
+        yield
+    finally:
+        lab.in_container("kpro7", 200, f"cat /root/smi > {smi}")
+
+
 def test_a_container_that_lost_its_gpus_is_told_apart_from_a_broken_node(  # F39
     laptop: Project, lab_site: Lab
 ) -> None:
     said = "Failed to initialize NVML: Unknown Error"
-    smi = "/usr/bin/nvidia-smi"
-    lose = f"cp {smi} /root/smi && printf '#!/bin/sh\\necho {said}; exit 255\\n' > {smi}"
-    assert lab_site.in_container("kpro7", 200, lose).returncode == 0
-    try:
+    with lost_gpus(lab_site, said):
         seen = laptop.run("-l", "kpro7", "gpus")
         refused = laptop.run(*ON, "launch", "--tag", "lost")
-    finally:
-        lab_site.in_container("kpro7", 200, f"cat /root/smi > {smi}")
     sentence = f"the container lost its GPUs, and the node has them (its nvidia-smi says: {said})"
     for done in (seen, refused):
         assert done.returncode == 7
         assert sentence in done.stderr
         assert "pct reboot 200" in done.stderr
-    assert laptop.run("-l", "kpro7", "gpus").returncode == 0
+    assert laptop.run(*ON, "launch", "--tag", "watched").returncode == 0
+    with lost_gpus(lab_site, said), laptop.popen("watch", "watched") as process:
+        assert process.stderr is not None
+        told = next(line for line in process.stderr if line.startswith("alert: the container lost"))
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    assert told.endswith(f"(its nvidia-smi says: {said}); pct reboot 200\n")
+    assert laptop.run("stop", "watched").returncode == 0
 
 
 def test_cards_of_several_containers_are_listed_with_all_of_them(laptop: Project) -> None:  # F31

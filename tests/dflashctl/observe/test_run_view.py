@@ -41,6 +41,18 @@ def test_a_silent_run_is_a_stall_after_a_minute_and_not_before(view: RunView) ->
     assert view.alerts(161.0) == [Alert("stall", "no event for 61 s (the process is alive)")]
 
 
+def test_gpus_that_the_container_lost_are_an_alert_until_they_are_back(
+    view: RunView,
+) -> None:  # F39
+    view.update(step(1, t=5000.0), 0.0)
+    view.update(Heartbeat(5000.0, "alive", "Failed to initialize NVML"), 0.0)
+    (alert,) = view.alerts(1.0)
+    said = "the container lost its GPUs (its nvidia-smi says: Failed to initialize NVML)"
+    assert alert.text == f"{said}; pct reboot 200"
+    view.update(Heartbeat(5002.0, "alive"), 2.0)
+    assert view.alerts(3.0) == []
+
+
 def test_slow_steps_are_no_stall(view: RunView) -> None:
     for number in range(5):
         view.update(step(number, t=5000.0, step_s=20.0), 0.0)

@@ -129,6 +129,8 @@ def parse_reply(document: Any) -> Reply:
         raise UnusableError(f"the server ended the answer with {finish!r}")
     if not reasoning:
         content, reasoning = _split_thought(content)
+    if not content.strip() and finish == "stop":
+        content = ""  # blanks answer nothing
     if not content and not reasoning:
         raise UnusableError("the server gave an empty answer")
     if not content and finish == "stop":

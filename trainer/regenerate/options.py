@@ -12,6 +12,8 @@ from urllib.parse import urlsplit
 
 from trainer.contract.errors import ConfigError
 
+_OWN_FIELDS = ("messages", "model", "n", "stream")  # of a request; another value loses answers
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -94,6 +96,9 @@ class Options:
             if not good:
                 raise ConfigError(text)
         _check_url(self.base_url)
+        own = [name for name in _OWN_FIELDS if name in self.sampling.extra]
+        if own:
+            raise ConfigError(f"--extra: {', '.join(own)} cannot be set; leave it out")
 
     def api_key(self) -> str | None:
         """Return the key from the environment. Raises: ConfigError when it is not there."""
@@ -102,6 +107,11 @@ class Options:
         key = os.environ.get(self.api_key_env, "")
         if not key:
             raise ConfigError(f"--api-key-env {self.api_key_env}: there is no such variable")
+        if not (key.isascii() and key.isprintable()):  # HTTP carries nothing else
+            raise ConfigError(
+                f"--api-key-env {self.api_key_env}: the key holds a line break or a letter that is"
+                " no ASCII; set the variable again"
+            )
         return key
 
 
@@ -167,8 +177,12 @@ def _answer_seed(seed: int, line: int, turn: int) -> int:
 
 
 def _check_url(url: str) -> None:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        parts = urlsplit(url)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets that do not close, a port that is none
+        good = False
+    if not good:
         raise ConfigError(f"--base-url {url}: expected http://HOST:PORT/v1")
     if parts.username or parts.password:
         # It would stand in the process list, in the log and in the sidecar.

@@ -68,7 +68,17 @@ def regenerate(options: Options) -> None:
     Raises: DataError, ConfigError, or ServerError when the server is gone or some questions got no
     answer; the same command goes on from there.
     """
-    files, facts = Files(options.output), _input_facts(options.input)
+    facts = _input_facts(options.input)
+    try:
+        _regenerate(options, Files(options.output), facts)
+    except OSError as error:  # a full disk, a directory that may not be written
+        raise DataError(
+            f"{error.filename or options.output}: {error.strerror or error}; what is answered is"
+            " kept: mend this, then run the same command again"
+        ) from error
+
+
+def _regenerate(options: Options, files: Files, facts: InputFacts) -> None:
     settings = {
         "v": VERSION,
         "sampling": options.sampling.to_dict(),
@@ -94,10 +104,11 @@ def regenerate(options: Options) -> None:
     finally:
         journal.close()
     if counts["given_up"]:
+        held = f"; {options.output} holds the others" if counts["answered"] else ""
         raise ServerError(
             f"{counts['given_up']} of {facts.num_chats} conversations got no answer in"
-            f" {options.retries + 1} tries each ({files.rejected} names them); {options.output}"
-            " holds the others. The same command asks them again"
+            f" {options.retries + 1} tries each ({files.rejected} names them){held}. The same"
+            " command asks them again"
         )
     files.journal.unlink()
 
@@ -152,6 +163,8 @@ class _Run:
         if not counts["answered"]:
             output.finish(keep=False)
             rejected.finish()
+            if counts["given_up"]:  # the server's fault, not the input's
+                return counts
             raise DataError(
                 f"{self._options.input}: no line gave a conversation; {self._files.rejected} tells"
                 " why for each"

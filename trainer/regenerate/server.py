@@ -23,6 +23,7 @@ from trainer.regenerate.options import Options
 
 _CONNECT_S = 30.0
 _LONGEST_PAUSE_S = 30.0
+_LONGEST_ASKED_PAUSE_S = 600.0  # a Retry-After of days would be a hang
 _MAY_PASS = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 _EVERYWHERE = frozenset({401, 403, 404, 405})
 _NOT_COUNTED = frozenset({429, 503})  # the server says that it is busy; the question did not fail
@@ -89,11 +90,12 @@ class Server:
         except (GivenUpError, UnusableError) as error:
             raise ServerError(f"{options.base_url}/models: {error}") from error
         entries = document.get("data") if isinstance(document, dict) else None
-        known = {e.get("id"): e for e in entries or () if isinstance(e, dict)}
+        listed = entries if isinstance(entries, list) else []
+        known = {str(e.get("id")): e for e in listed if isinstance(e, dict)}
         if known and model not in known:
             raise ServerError(
                 f"{options.base_url} does not serve --model {model}; it serves"
-                f" {', '.join(sorted(map(str, known)))}"
+                f" {', '.join(sorted(known))}"
             )
         entry = known.get(model, {})
         length = entry.get("max_model_len")
@@ -138,7 +140,7 @@ class Server:
             return _Trouble(f"no answer within {limit_s:g} s", counted=True)
         except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
             return _Trouble(f"no connection ({error or type(error).__name__})", counted=False)
-        except httpx2.TransportError as error:
+        except httpx2.RequestError as error:  # a body that cannot be unpacked is one, too
             return _Trouble(f"the connection broke ({error or type(error).__name__})", counted=True)
 
     async def _post(self, body: dict[str, Any]) -> Reply | _Trouble:
@@ -150,7 +152,7 @@ class Server:
         if (trouble := self._judge(response)) is not None:
             return trouble
         try:
-            return parse_reply(response.json())
+            return parse_reply(_document(response))
         except UnusableError:
             self._alive()
             raise
@@ -165,7 +167,7 @@ class Server:
         if (trouble := self._judge(response)) is not None:
             return trouble
         try:
-            return response.json()
+            return _document(response)
         except ValueError:
             return {}
 
@@ -176,7 +178,7 @@ class Server:
             return None
         said = f"HTTP {status}: {_words(response)}"
         if status in _MAY_PASS:
-            after_s = _retry_after_s(response.headers.get("retry-after"))
+            after_s = retry_after_s(response.headers.get("retry-after"))
             return _Trouble(said, status not in _NOT_COUNTED, after_s)
         if status in _EVERYWHERE or status < 400 or status >= 500:
             hint = "; --api-key-env NAME gives a key" if status in (401, 403) else ""
@@ -188,9 +190,11 @@ class Server:
         root = self._options.base_url.removesuffix("/v1")
         for path in _VERSION_PATHS:
             try:
-                response = await self._client.get(f"{root}{path}", timeout=_CONNECT_S)
-                version = response.json().get("version") if response.status_code == 200 else None
-            except (httpx2.TransportError, ValueError, AttributeError):
+                async with asyncio.timeout(_CONNECT_S):
+                    response = await self._client.get(f"{root}{path}")
+                found = _document(response) if response.status_code == 200 else {}
+                version = found.get("version")
+            except (TimeoutError, httpx2.RequestError, ValueError, AttributeError):
                 version = None
             if isinstance(version, str):
                 return version
@@ -229,25 +233,34 @@ class Server:
         return min(pause_s, left_s)  # the end of patience is told in time
 
 
-def _retry_after_s(value: str | None) -> float | None:
-    """Return the seconds of a Retry-After header: a number, or a date."""
+def retry_after_s(value: str | None) -> float | None:
+    """Return the seconds of a Retry-After header, a number or a date, that are waited."""
     if value is None:
         return None
     try:
-        return max(float(value), 0.0) if value.strip()[:1].isdigit() else _until(value)
+        asked_s = float(value) if value.strip()[:1].isdigit() else _until(value)
     except ValueError:
         return None
+    return min(max(asked_s, 0.0), _LONGEST_ASKED_PAUSE_S)
 
 
 def _until(date: str) -> float:
-    return max(email.utils.parsedate_to_datetime(date).timestamp() - time.time(), 0.0)
+    return email.utils.parsedate_to_datetime(date).timestamp() - time.time()
+
+
+def _document(response: httpx2.Response) -> Any:
+    """Return the JSON of a body. Raises: ValueError when it is none, or nested beyond reading."""
+    try:
+        return response.json()
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
 
 
 def _words(response: httpx2.Response) -> str:
     """Return what an error response says, on one line."""
     text = response.text
     try:
-        document = response.json()
+        document = _document(response)
         error = document.get("error", document)
         text = error.get("message", text) if isinstance(error, dict) else str(error)
     except (ValueError, AttributeError):

@@ -31,6 +31,7 @@ from tests.trainer.regenerate.conftest import (
 from trainer.errors import DataError, ServerError
 from trainer.regenerate.journal import Journal
 from trainer.regenerate.run import Files, regenerate
+from trainer.regenerate.server import retry_after_s
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -58,6 +59,8 @@ def test_retry_after_is_waited_for(chat_server: ChatServer, make_options: MakeOp
         ((200, {}, b"<html>proxy</html>"), "the answer is not one"),
         ((200, {}, {"choices": []}), "no chat completion"),
         (completion([1]), "its content is no text"),
+        ((200, {}, b"[" * 100_000), "nested too deeply"),
+        ((200, {"Content_Encoding": "gzip"}, b"no gzip"), "the connection broke"),
         (CUT, "the connection broke"),
     ],
 )
@@ -74,6 +77,26 @@ def test_failure_that_may_pass_is_tried_again(
     assert [r["id"] for r in read_lines(options.output)] == ["q0", "q1"]
     assert chat_server.prompts() == ["question 0", "question 0", "question 1", "question 1"]
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("asked", "waited_s"), [("2.5", 2.5), ("-1", None), ("9999999999", 600.0), ("1e999", 600.0)]
+)
+def test_wait_that_a_server_asks_for_has_an_end(asked: str, waited_s: float | None):
+    assert retry_after_s(asked) == waited_s
+
+
+def test_no_answer_at_all_is_the_servers_failure_and_is_asked_again(
+    chat_server: ChatServer, make_options: MakeOptions
+):
+    chat_server.answer = lambda _body, _times: (200, {}, b"<html>proxy</html>")
+    options = make_options(questions(2), retries=0)
+    with pytest.raises(ServerError, match=r"2 of 2 .* 1 tries each .*same command asks them again"):
+        regenerate(options)
+    assert not options.output.exists()
+    chat_server.answer = lambda body, _times: echo(body)
+    regenerate(options)
+    assert [r["id"] for r in read_lines(options.output)] == ["q0", "q1"]
 
 
 def test_answer_that_takes_too_long_is_asked_for_again(
@@ -276,7 +299,9 @@ def test_full_disk_is_told_and_what_was_cut_is_asked_again(
     chat_server: ChatServer, make_options: MakeOptions
 ):
     options = make_options(questions(40))
-    full = pytest.raises(OSError, match=r"out\.jsonl\.journal")
+    # The limit may cut an entry short or refuse it whole; the errors differ.
+    why = "(File too large|No space left on device)"
+    full = pytest.raises(DataError, match=rf"out\.jsonl\.journal: {why}.*same command")
     with _no_file_larger_than(4096), full:  # about 15 answers
         regenerate(options)
     answered = _answered_lines(options.output)

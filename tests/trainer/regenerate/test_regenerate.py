@@ -253,6 +253,8 @@ def test_bad_lines_and_refused_questions_are_written_aside_with_numbers(
         text = body["messages"][-1]["content"]
         if text == "too long":
             return error(400, "maximum context length is 64 tokens")
+        if text == "blank":
+            return completion(" \n")
         return completion(None, finish="tool_calls") if text == "call" else echo(body)
 
     chat_server.answer = answer
@@ -265,6 +267,7 @@ def test_bad_lines_and_refused_questions_are_written_aside_with_numbers(
             {"messages": [assistant("hello")]},
             {"messages": [user("a"), assistant("b"), tool, assistant("c")]},
             {"messages": [user("call")]},
+            {"messages": [user("blank")]},
             r'{"messages": [{"role": "user", "content": "half \ud83d"}]}',
         ],
         concurrency=1,
@@ -272,14 +275,15 @@ def test_bad_lines_and_refused_questions_are_written_aside_with_numbers(
     regenerate(options)
     assert [record["id"] for record in read_lines(options.output)] == ["q0"]
     rejected = {r["line"]: r for r in read_lines(Files(options.output).rejected)}
-    assert sorted(rejected) == [2, 3, 4, 5, 6, 7]
+    assert sorted(rejected) == [2, 3, 4, 5, 6, 7, 8]
     assert rejected[2]["reason"].startswith("not JSON")
     assert rejected[3]["id"] == "x2"
     assert rejected[3]["reason"] == "answer 1: HTTP 400: maximum context length is 64 tokens"
     assert rejected[4]["reason"] == "message 0 answers no user"
     assert rejected[5]["reason"] == "message 2 has the role 'tool'"
     assert "'tool_calls'" in rejected[6]["reason"]
-    assert "surrogates" in rejected[7]["reason"]
+    assert rejected[7]["reason"] == "answer 1: the server gave an empty answer"
+    assert "surrogates" in rejected[8]["reason"]
     assert len([p for p in chat_server.prompts() if p == "too long"]) == 1  # not tried again
 
 
@@ -329,6 +333,16 @@ def test_server_without_a_list_of_models_is_asked_all_the_same_but_not_a_broken_
         with pytest.raises(ServerError, match=f"/models: HTTP {status}"):
             regenerate(options)
     assert len(chat_server.asked) == num_answered
+
+
+@pytest.mark.parametrize("models", [5, [{"id": ["tiny"]}, {"id": "tiny"}], [], None, {"id": 1}])
+def test_list_of_models_that_is_none_is_no_traceback(
+    chat_server: ChatServer, make_options: MakeOptions, models: Any
+):
+    chat_server.models = models
+    options = make_options(questions(1))
+    regenerate(options)
+    assert [record["id"] for record in read_lines(options.output)] == ["q0"]
 
 
 def test_finished_output_is_left_alone_and_other_settings_are_refused(
@@ -385,6 +399,9 @@ def test_question_that_fails_every_time_is_given_up_and_asked_by_the_next_run(
     ("changes", "told"),
     [
         (["--base-url", "127.0.0.1:8000"], "expected http://HOST:PORT/v1"),
+        (["--base-url", "http://127.0.0.1:port/v1"], "expected http://HOST:PORT/v1"),
+        (["--base-url", "http://127.0.0.1:99999/v1"], "expected http://HOST:PORT/v1"),
+        (["--base-url", "http://[::1/v1"], "expected http://HOST:PORT/v1"),
         (["--base-url", "http://me:secret@host/v1"], "--base-url holds a password"),
         (["--concurrency", "0"], "--concurrency 0: at least 1"),
         (["--temperature", "nan"], "--temperature nan: at least 0"),
@@ -392,6 +409,12 @@ def test_question_that_fails_every_time_is_given_up_and_asked_by_the_next_run(
         (["--max-tokens", "0"], "--max-tokens 0: at least 1"),
         (["--patience-s", "-1"], "--patience-s -1: at least 0"),
         (["--api-key-env", "NO_SUCH_KEY"], "there is no such variable"),
+        (["--api-key-env", "TWO_LINES"], "--api-key-env TWO_LINES: the key holds a line break"),
+        (["--extra", '{"stream": true, "n": 2}'], "--extra: n, stream cannot be set"),
+        (
+            ["--output", "held.jsonl"],
+            "held.jsonl.journal: Is a directory; what is answered is kept",
+        ),
         (["--input", "none.jsonl"], "No such file"),
         (["--output", "no/such/out.jsonl"], "no such directory"),
     ],
@@ -404,6 +427,8 @@ def test_wrong_options_are_one_line_and_status_2(
     told: str,
 ):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TWO_LINES", "secret\nsecret")
+    (tmp_path / "held.jsonl.journal").mkdir()
     (tmp_path / "in.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
     argv = ["--input", "in.jsonl", "--output", "out.jsonl", "--base-url", "http://127.0.0.1:9/v1"]
     assert main(["regenerate", *argv, "--model", "m", *changes]) == 2

@@ -23,4 +23,4 @@ def test_every_seeded_fault_is_found_by_the_check() -> None:
         timeout=140,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == "12 of 12 seeded faults were caught"
+    assert done.stdout.splitlines()[-1] == "10 of 10 seeded faults were caught"

@@ -274,7 +274,9 @@ def load_target(
     source = {"revision": config.revision, "trust_remote_code": False}
     try:
         known = AutoConfig.from_pretrained(config.path, **source)
-        num_layers = int(known.get_text_config().num_hidden_layers)
+        text = known.get_text_config()
+        _refuse_quantised(where, known, text)
+        num_layers = int(text.num_hidden_layers)
         ids = draft.target_layer_ids or default_target_layer_ids(num_layers, draft.num_taps)
         model, told = model_class(known).from_pretrained(
             config.path,
@@ -295,6 +297,17 @@ def load_target(
             f" tensors, first {absent[0]}; the files are of another model than config.json"
         )
     return Target(model.to(device), ids, forward_tokens=config.forward_tokens)
+
+
+def _refuse_quantised(where: str, *configs: Any) -> None:
+    for config in configs:
+        found = getattr(config, "quantization_config", None)
+        if found:
+            method = found.get("quant_method") if isinstance(found, dict) else found.quant_method
+            raise TargetError(
+                f"target.path {where}: its weights are quantised ({method}); name a model with"
+                " float32, bfloat16 or float16 weights"
+            )
 
 
 def model_class(known: Any) -> Any:

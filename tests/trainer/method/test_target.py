@@ -1,6 +1,8 @@
 """The frozen target: layer numbers, padding, threads, incomplete directories."""
 
+import copy
 import json
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, LlamaForCausalLM
 
+from tests.trainer.method.conftest import VOCAB
 from trainer.contract.config import TrainConfig
+from trainer.contract.errors import ConfigError
 from trainer.errors import TargetError
 from trainer.model.target import Target, default_target_layer_ids, load_target
 
@@ -186,7 +190,36 @@ def test_a_head_that_a_plain_product_cannot_reproduce_is_refused():
         Target(model, (0,))
 
 
+def test_a_head_with_other_rows_than_the_embedding_is_refused():
+    model = DigitModel()
+    model.get_output_embeddings = lambda: nn.Linear(2, 9, bias=False)  # type: ignore[method-assign]
+    with pytest.raises(TargetError, match=r"differ in shape, \[7, 2\] and \[9, 2\]"):
+        Target(model, (0,))
+
+
+def test_rows_that_pad_the_vocabulary_are_rows_of_embedding_and_head(tiny_llama: LlamaForCausalLM):
+    padded = copy.deepcopy(tiny_llama)
+    padded.resize_token_embeddings(264, mean_resizing=False)
+    padded.config.vocab_size = VOCAB  # 260 ids in rows that are a multiple of 8
+    head = Target(padded, (0,)).head
+    assert (head.embedding.shape, head.lm_head.shape) == ((264, 64), (264, 64))
+
+
 MakeTrainConfig = Callable[..., TrainConfig]
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"batching": "both"}, "target.batching: expected one of auto, rows, packed, got 'both'"),
+        ({"forward_tokens": 0}, "target.forward_tokens: expected at least 1, got 0"),
+    ],
+)
+def test_batching_that_does_not_exist_is_refused(
+    values: dict[str, str | int], told: str, train_config: MakeTrainConfig
+):
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        train_config(target=values)
 
 
 def load(config: TrainConfig) -> Target:

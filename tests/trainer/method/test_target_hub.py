@@ -11,7 +11,7 @@ import pytest
 
 from tests.trainer import tiny_targets
 
-COMMITS = {"v1": "1" * 40, "half": "2" * 40}
+COMMITS = {"v1": "1" * 40, "half": "2" * 40, "fp8": "3" * 40}
 SCRIPT = """
 import json, sys
 from pathlib import Path
@@ -28,13 +28,14 @@ def load(revision, path="org/tiny"):
         return str(error)
     return [target.num_layers, float(target.head.embedding.double().sum())]
 
-print(json.dumps([load("v1"), load("half"), load("none"), load(None, "org/other")]))
+told = [load("v1"), load("half"), load("none"), load(None, "org/other"), load("fp8")]
+print(json.dumps(told))
 """
 
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[float, list[Any]]:
-    """Sum of the embedding, and what loading gave: v1, half, none, another id."""
+    """Sum of the embedding, and what loading gave: v1, half, none, another id, fp8."""
     home = tmp_path_factory.mktemp("hub")
     repository = home / "hub" / "models--org--tiny"
     made = tiny_targets.llama(vocab_size=64)
@@ -42,6 +43,9 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[float, list[Any]]:
         made.save_pretrained(repository / "snapshots" / commit, max_shard_size="20KB")
         (repository / "refs").mkdir(exist_ok=True)
         (repository / "refs" / revision).write_text(commit)
+    config = repository / "snapshots" / COMMITS["fp8"] / "config.json"
+    quantised = {"quantization_config": {"quant_method": "fp8"}}
+    config.write_text(json.dumps(json.loads(config.read_text()) | quantised))
     half = repository / "snapshots" / COMMITS["half"]
     sorted(half.glob("model-*.safetensors"))[1].unlink()
     environment = os.environ | {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
@@ -74,8 +78,11 @@ def test_revision_is_loaded_from_the_cache(told: tuple[float, list[Any]]):
         (1, ["org/tiny (revision half) cannot be loaded", "model-00002-of-"]),
         (2, ["org/tiny (revision none) cannot be loaded"]),
         (3, ["org/other (revision default) cannot be loaded"]),
+        (4, ["org/tiny (revision fp8): its weights are quantised (fp8)"]),
     ],
 )
-def test_what_the_cache_lacks_is_named(told: tuple[float, list[Any]], place: int, named: list[str]):
+def test_what_cannot_be_loaded_is_named(
+    told: tuple[float, list[Any]], place: int, named: list[str]
+):
     for text in named:
         assert text in told[1][place]

@@ -9,6 +9,7 @@ from trainer.check.gate import CHECKS
 
 ROOT = Path(__file__).resolve().parents[1]
 NUM_FAULTS = 52
+NUM_REPORTS = 54
 
 
 def _missing_tests(text: str, below: Path) -> list[str]:
@@ -45,3 +46,12 @@ def test_checks_that_the_faults_name_are_those_of_the_gate(faults: str):
         for name in re.findall(r"`([\w-]+)`", cell):
             named.setdefault(name, set()).add(int(number))
     assert named == {check.name: set(check.faults) for check in CHECKS}
+
+
+def test_every_test_that_the_field_reports_name_exists():
+    text = (ROOT / "docs" / "field_reports.md").read_text()
+    assert _missing_tests(text, ROOT / "tests") == []
+    lines = re.findall(r"^\| F\d+ \|.*$", text, re.MULTILINE)
+    assert len(lines) == NUM_REPORTS
+    for line in lines:
+        assert "::test_" in line or "Not in the lab" in line, line

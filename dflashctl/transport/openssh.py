@@ -10,6 +10,7 @@ import hashlib
 import os
 import re
 import subprocess
+import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from dflashctl.command import quote
 from dflashctl.errors import (
     ConfigurationError,
     DflashctlError,
+    StateUnknownError,
     TrustError,
     UnreachableError,
     UsageError,
@@ -80,12 +82,36 @@ def _no_tokens(path: str) -> str:
 
 
 def ssh_interactive(host: Host, argv: Sequence[str], *, accept_new: bool) -> int:
-    """Run ``argv`` on ``host`` with the user's terminal. Raises: UsageError without ssh."""
+    """Run ``argv`` on ``host`` with the user's terminal and return its own exit status.
+
+    Raises: UsageError without ssh; UnreachableError, TrustError, StateUnknownError when ssh failed.
+    """
     options = ssh_options(host, accept_new=accept_new)
-    try:
-        return subprocess.call(["ssh", *options, "-t", "--", host.address, quote(argv)])
-    except FileNotFoundError as error:
-        raise _no_ssh(host) from error
+    with tempfile.NamedTemporaryFile(prefix="dflashctl-ssh-") as log:
+        # ssh's own 255 and the command's look alike; its log alone tells them apart. The first
+        # value of an option counts, and a master of the user's would do the logging itself.
+        telling = ["-E", log.name, "-o", "LogLevel=DEBUG1", "-o", "ControlPath=none"]
+        argv = ["ssh", *telling, *options, "-t", "--", host.address, quote(argv)]
+        try:
+            status = subprocess.call(argv)
+        except FileNotFoundError as error:
+            raise _no_ssh(host) from error
+        told = log.read().decode("utf-8", "replace")
+    if status == 255 and not re.search(r"Exit status \d", told):
+        raise _interactive_error(told, host)
+    return status
+
+
+def _interactive_error(told: str, host: Host) -> DflashctlError:
+    """Return the error of an ssh that ended without the command's exit status."""
+    lines = [line for line in told.splitlines() if not line.startswith("debug1:")]
+    if "Authenticated to " not in told:
+        return connection_error("\n".join(lines), host)
+    return StateUnknownError(
+        f"the connection was lost: {lines[-1].strip() if lines else 'ssh said nothing'}",
+        place=host.name,
+        hint=f"the command may go on there; try: {host.ssh_line} true",
+    )
 
 
 class OpensshTransport(Transport):

@@ -52,8 +52,10 @@ def judge_container(container: Container, facts: Json, interval: Interval) -> li
     _memlock(checks, facts, container)
     _workspace(checks, facts, container)
     _clock(checks, interval.skew_s(facts["clock_unix_s"]))
-    fix = "env: {LC_ALL: C.UTF-8} in hosts.yaml"
-    checks.judge("locale", "can be used", facts["locale"], fix)
+    if facts["locale"]:
+        checks.warn("locale", facts["locale"], "env: {LC_ALL: C.UTF-8} in hosts.yaml")
+    else:
+        checks.ok("locale", "can be used")
     return checks.noted
 
 

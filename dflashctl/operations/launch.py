@@ -5,10 +5,13 @@ the start is one program over there. The laptop notes its intent first (run_stor
 out whether the earlier launch took place, and completes it.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dflashctl.diagnosis.container import Interval
+from dflashctl.diagnosis.preflight import Preflight
 from dflashctl.errors import (
     ContainerDownError,
     DflashctlError,
@@ -99,8 +102,7 @@ def _launch(ways: Ways, request: LaunchRequest, runs: RunStore, say: Say) -> Lau
     """Launch, or find out at once why not."""
     tag, label = request.tag, ways.place.label
     intent = runs.intent(tag)
-    say("reading facts")
-    facts = gather_facts(ways.inside, ways.place, request.code, request.config, tag)
+    facts = _facts(ways, request.code, request.config, tag, say)
     there = facts.get("run")
     if there is not None and there["state"] != "never-started":
         if intent is None or there["run_id"] != intent.run_id:
@@ -109,6 +111,7 @@ def _launch(ways: Ways, request: LaunchRequest, runs: RunStore, say: Say) -> Lau
         _require_same(intent, request)
         return _adopt(ways, intent, runs, _Proof(request.look_s, adopted=True), say)
     raise_problems(facts, label)
+    _look_at_room(ways, request.config, facts, say)
     with _Locking(ways, tag, runs, say) as locking:
         gpus = locking.hold(lambda holder: claim_roles(ways, facts, holder))
         pinned = Pinned(tag, request.code, request.config, gpus, request.argv)
@@ -117,6 +120,27 @@ def _launch(ways: Ways, request: LaunchRequest, runs: RunStore, say: Say) -> Lau
         say("starting")
         _start(ways, manifest, runs, locking, resume=False)
         return _prove(ways, manifest, runs, _Proof(request.look_s), locking)
+
+
+def _facts(ways: Ways, code: Code, config: TrainConfig, tag: str, say: Say) -> dict[str, Any]:
+    """Ask for the facts, and note when they were on their way by the clock here."""
+    say("reading facts")
+    sent_unix_s = time.time()
+    facts = gather_facts(ways.inside, ways.place, code, config, tag)
+    return facts | {"interval": Interval(sent_unix_s, time.time())}
+
+
+def _look_at_room(
+    ways: Ways, config: TrainConfig, facts: dict[str, Any], say: Say, num_checkpoints: int = 2
+) -> None:
+    """Refuse what cannot work over there, and warn of what may not. Raises: RefusedError."""
+    container = ways.place.container
+    on_gpus = uses_gpus(container)
+    preflight = Preflight(config, facts["room"], on_gpus, num_checkpoints)
+    preflight.require_room(ways.place.label)
+    skew_s = facts["interval"].skew_s(facts["clock_unix_s"])
+    for text in preflight.warnings(ways.place.label, skew_s):
+        say(f"warning: {text}")
 
 
 def _checked(ways: Ways, manifest: Manifest, request: LaunchRequest, say: Say) -> Manifest:
@@ -188,14 +212,14 @@ def _resumable(ways: Ways, tag: str, say: Say) -> Manifest:
         )
     config = TrainConfig.from_dict(manifest.config)
     code = Code(manifest.release, {}, "", manifest.git_commit, manifest.git_dirty)
-    say("reading facts")
-    facts = gather_facts(ways.inside, ways.place, code, config, tag)
+    facts = _facts(ways, code, config, tag, say)
     if facts.get("run", {}).get("state") == "running":
         raise RefusedError(
             f"the run {tag} is running", hint=f"dflashctl watch {tag}", place=label, code="running"
         )
     raise_problems(facts, label, ignore=("tag-exists", "packages", "python"))
     _require_unchanged(manifest, facts, label)
+    _look_at_room(ways, config, facts, say, num_checkpoints=1)
     return manifest
 
 

@@ -125,8 +125,10 @@ def devices() -> list[Json]:
 
 def hybrid(target: str | None) -> bool | None:
     """Say whether the target has layers that are no attention; None when it cannot be told."""
+    if target is None:
+        return None
     try:
-        config = json.loads((Path(target or "") / "config.json").read_text())
+        config = json.loads((Path(target) / "config.json").read_text())
         kinds = (config.get("text_config") or config).get("layer_types") or []
     except (OSError, ValueError, AttributeError):
         return None

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import resource
 import runpy
 import shutil
 import subprocess
@@ -224,6 +225,46 @@ class Facts:
         if done.returncode != 0:
             self.answer["gpu_problem"] = (done.stdout + done.stderr).strip()[:500]
 
+    def room(self) -> None:
+        """Measure what a run needs besides its inputs; the laptop judges it."""
+        places = {"workspace": self.workspace, "log_dir": self.arguments["log_dir"]}
+        memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        shm = Path("/dev/shm")  # noqa: S108 - looked at, not written
+        self.answer["room"] = {
+            "disks": {name: disk(Path(path)) for name, path in places.items() if path},
+            "shm_bytes": disk(shm)["total_bytes"] if shm.is_mount() else None,
+            "memlock_bytes": None if memlock == resource.RLIM_INFINITY else memlock,
+            "tmux": shutil.which("tmux") is not None,
+            "target": sizes(Path(self.arguments["target"])),
+        }
+
+
+def disk(path: Path) -> dict[str, Any]:
+    """Return bytes and inodes where ``path`` lies or would lie."""
+    there = path.absolute()
+    while not os.path.exists(there):  # noqa: PTH110 - Path.exists raises where it may not look
+        there = there.parent
+    room = os.statvfs(there)
+    return {
+        "path": str(path),
+        "free_bytes": room.f_bavail * room.f_frsize,
+        "total_bytes": room.f_blocks * room.f_frsize,
+        "inodes": room.f_files,  # 0: the file system counts none
+        "free_inodes": room.f_favail,
+    }
+
+
+def sizes(directory: Path) -> dict[str, int]:
+    """Return those sizes of the target that the draft shares, as far as config.json tells them."""
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    try:
+        config = json.loads((directory / "config.json").read_text())
+        config = config.get("text_config") or config
+        found = {name: config.get(name) for name in (*names, "head_dim")}
+    except (OSError, ValueError, AttributeError):
+        return {}
+    return {name: value for name, value in found.items() if isinstance(value, int)}
+
 
 def damage(directory: Path, document: dict[str, Any]) -> str | None:
     """Say what in a prepared directory differs from its dataset.json, by its digest and sizes."""
@@ -291,7 +332,7 @@ def main(arguments: dict[str, Any]) -> dict[str, Any]:
     """Collect everything; one question that fails does not hide the answers of the others."""
     facts = Facts(arguments)
     looks = (facts.release, facts.python, facts.target, facts.dataset, facts.prompts)
-    for ask in (*looks, facts.run, facts.gpus):
+    for ask in (*looks, facts.run, facts.gpus, facts.room):
         try:
             ask()
         except (OSError, ValueError, subprocess.SubprocessError) as error:

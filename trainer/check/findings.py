@@ -1,13 +1,12 @@
 """What a check found, and the report of all of them as a table and as a document."""
 
-import textwrap
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from trainer.export.findings import FAIL, OK, wrapped
+
 VERSION = 1
-OK, FAIL, SKIPPED = "ok", "FAIL", "skipped"
-_WIDTH = 100
+SKIPPED = "skipped"  # beside ok and FAIL
 
 
 class FaultFoundError(Exception):
@@ -84,23 +83,12 @@ class Report:
         width = max((len(f.name) for f in self.findings), default=0)
         lines: list[str] = []
         for finding in self.findings:
-            lines += _wrapped(f"{finding.status:<7}  {finding.name:<{width}}  ", finding.what)
+            lines += wrapped(f"{finding.status:<7}  {finding.name:<{width}}  ", finding.what)
             if finding.status == FAIL:
-                lines += _wrapped("         where  ", finding.where)
-                lines += _wrapped("         fix    ", finding.fix)
+                lines += wrapped("         where  ", finding.where)
+                lines += wrapped("         fix    ", finding.fix)
         counts = ", ".join(f"{self.count(s)} {s}" for s in (OK, FAIL, SKIPPED) if self.count(s))
         kind = "fast check" if self.fast else "check"
         origin = "proven before, not again" if self.reused else f"{self.seconds:.1f} s"
         lines.append(f"{kind} of {self.target}: {counts or 'nothing was checked'} ({origin})")
         return "\n".join(lines) + "\n"
-
-
-def _wrapped(head: str, text: str) -> Sequence[str]:
-    return textwrap.wrap(
-        " ".join(text.split()),
-        _WIDTH,
-        initial_indent=head,
-        subsequent_indent=" " * len(head),
-        break_long_words=False,
-        break_on_hyphens=False,
-    ) or [head.rstrip()]

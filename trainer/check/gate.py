@@ -14,16 +14,9 @@ from pathlib import Path
 import torch
 
 from trainer.check import artifact, features, isolation, objective, parity, tokens
-from trainer.check.findings import (
-    FAIL,
-    OK,
-    SKIPPED,
-    FaultFoundError,
-    Finding,
-    NotApplicableError,
-    Report,
-)
+from trainer.check.findings import SKIPPED, FaultFoundError, Finding, NotApplicableError, Report
 from trainer.check.subject import Subject
+from trainer.export.findings import FAIL, OK
 
 _FAST_THREADS = 4
 _RELEASE = "this release of the trainer computes it wrongly: do not train with it, mend that module"

@@ -72,10 +72,10 @@ class Report:
         lines: list[str] = []
         for found in self.findings:
             head = f"{found.level:<4}  {found.engine:<{engine_width}}  {found.rule:<{rule_width}}  "
-            lines += _wrapped(head, found.what)
+            lines += wrapped(head, found.what)
             if found.level != OK:
-                lines += _wrapped("      where  ", found.where)
-                lines += _wrapped("      fix    ", found.fix)
+                lines += wrapped("      where  ", found.where)
+                lines += wrapped("      fix    ", found.fix)
         counts = ", ".join(f"{self.count(n)} {n}" for n in (OK, WARN, FAIL) if self.count(n))
         verdicts = ", ".join(
             f"{engine} {'FAIL' if self.failed(engine) else 'ok'}" for engine in self.engines
@@ -84,7 +84,8 @@ class Report:
         return "\n".join(lines) + "\n"
 
 
-def _wrapped(head: str, text: str) -> list[str]:
+def wrapped(head: str, text: str) -> list[str]:
+    """Return ``text`` behind ``head`` in lines of at most 100 columns, indented below it."""
     return textwrap.wrap(
         " ".join(text.split()),
         _WIDTH,

@@ -4,6 +4,7 @@ import sys
 from typing import Any
 
 from dflashctl.cli.verb import Options
+from dflashctl.render.failure import safe_text
 
 
 def show(options: Options, result: Any, text: str, *, ok: bool = True) -> None:
@@ -13,13 +14,13 @@ def show(options: Options, result: Any, text: str, *, ok: bool = True) -> None:
 
         print_document(result, ok=ok)
     else:
-        sys.stdout.write(text)
+        sys.stdout.write(safe_text(text))  # names and reasons in it come from elsewhere
         sys.stdout.flush()
 
 
 def say(line: str) -> None:
     """Tell a step on stderr."""
-    sys.stderr.write(f"{line}\n")
+    sys.stderr.write(f"{safe_text(line)}\n")
 
 
 def to_stderr(data: bytes) -> None:

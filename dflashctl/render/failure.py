@@ -9,16 +9,25 @@ from pathlib import Path
 from typing import Any
 
 from dflashctl.errors import DflashctlError
+from dflashctl.log_lines import clean
 
 SCHEMA = 1
 
 
 def failure_text(error: DflashctlError) -> str:
-    """Return the lines for stderr; the hint is indented, each of its lines on its own."""
-    lines = [str(error)]
-    for index, line in enumerate(error.hint.splitlines()):
+    """Return the lines for stderr; the hint is indented, each of its lines on its own.
+
+    What a host said (a banner, the end of stderr) is in them, so they are made safe to show.
+    """
+    lines = safe_text(str(error)).split("\n")
+    for index, line in enumerate(safe_text(error.hint).splitlines()):
         lines.append(f"  hint: {line}" if index == 0 else f"        {line}")
     return "\n".join(lines) + "\n"
+
+
+def safe_text(text: str) -> str:
+    """Return ``text`` without what could drive a terminal, line by line."""
+    return "\n".join(clean(line.encode("utf-8", "replace")) for line in text.split("\n"))
 
 
 def failure_fields(error: DflashctlError) -> dict[str, Any]:

@@ -110,7 +110,7 @@ class TensorFiles:
             index = json.loads((self.directory / INDEX).read_text())
             placed = {str(name): str(file) for name, file in index["weight_map"].items()}
             total = index["metadata"]["total_size"]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             self.problems.append(Problem(INDEX, f"is not an index of weights ({error!r})"))
             return
         for file_name in sorted(set(placed.values())):
@@ -146,7 +146,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raw = json.loads(path.read_text())
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not a DFlash configuration ({error})") from error
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path}: not a DFlash configuration ({type(raw).__name__})")

@@ -154,7 +154,7 @@ def to_zlab(raw: Mapping[str, Any], num_target_layers: int | None, where: Path) 
         return _merged(copy.deepcopy(dict(kept)), raw)
     except KeyError as error:
         raise CheckpointError(f"{where}: no key {error}; is it a DFlash speculator?") from error
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{where}: not a speculators configuration ({error})") from error
 
 
@@ -180,7 +180,10 @@ def layer_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     kind = layers.get("model_type", "qwen3")
     if kind != "qwen3":
         raise ValueError(f"transformer_layer_config.model_type {kind!r}: only qwen3 is a DFlash")
-    full: dict[str, Any] = Qwen3Config(**layers).to_dict()
+    try:
+        full: dict[str, Any] = Qwen3Config(**layers).to_dict()
+    except Exception as error:  # its validation has error classes of its own, and IndexError
+        raise ValueError(f"transformer_layer_config: {error}") from error
     return {**full, **layers}
 
 

@@ -36,14 +36,18 @@ class TargetFiles:
             raise TargetError(f"--target {path}: no config.json; name the target's directory")
         try:
             config = AutoConfig.from_pretrained(str(path))
-        except (OSError, ValueError, KeyError) as error:
-            raise TargetError(f"--target {path}: config.json cannot be read: {error}") from error
-        return cls(path, config, config.get_text_config(), TensorFiles(path))
+            text_config = config.get_text_config()
+        except Exception as error:  # its validation has error classes of its own, and others
+            raise TargetError(
+                f"--target {path}: config.json cannot be read: {error}; copy the model again, whole"
+            ) from error
+        return cls(path, config, text_config, TensorFiles(path))
 
     @property
     def architectures(self) -> list[str]:
         """Names of the model classes in config.json."""
-        return list(getattr(self.config, "architectures", None) or [])
+        told = getattr(self.config, "architectures", None)
+        return list(told) if isinstance(told, list) else []
 
     @property
     def num_layers(self) -> int:
@@ -56,7 +60,11 @@ class TargetFiles:
         held = getattr(self.text_config, "rope_parameters", None) or {}
         held = held.get("full_attention", held)
         theta = held.get("rope_theta", getattr(self.text_config, "rope_theta", None))
-        return None if theta is None else float(theta)
+        try:
+            return None if theta is None else float(theta)
+        except OverflowError as error:
+            text = f"--target {self.directory}: config.json: rope_theta {theta} is no number of use"
+            raise TargetError(f"{text}; copy the model again, whole") from error
 
     @cached_property
     def embedding_name(self) -> str:
@@ -104,7 +112,7 @@ class TargetFiles:
         """The target's tokenizer. Raises: TargetError when there is none."""
         try:
             return AutoTokenizer.from_pretrained(str(self.directory))
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:  # a damaged file gives errors of many classes
             text = f"--target {self.directory}: no tokenizer can be loaded: {error}"
             raise TargetError(text) from error
 

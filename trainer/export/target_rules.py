@@ -84,7 +84,7 @@ def target_rule(subject: Subject) -> Iterator[Finding]:
     fix = "use the target that the draft was trained for"
     for key, mine, its, faults in pairs:
         if mine != its:
-            told = f"{mine:g}, the target has {its:g}"
+            told = f"{mine}, the target has {its}"
             yield Finding(FAIL, "target", told, f"{CONFIG}: {key}", fix, faults)
     rows = {target.embedding.shape[0], target.head.shape[0], draft.vocab_size}
     if len(rows) > 1:

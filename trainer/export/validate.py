@@ -57,7 +57,7 @@ def _apply(chosen: Iterable[Rule], subject: Subject) -> list[Finding]:
         except TrainerError as error:
             fix = "copy the model again, whole"
             findings.append(Finding(FAIL, name, str(error), "--target", fix))
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
+        except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
             told, fix = f"a value is of another kind ({error!r})", "export the draft again"
             findings.append(Finding(FAIL, name, told, CONFIG, fix))
     return findings
@@ -86,7 +86,7 @@ def _speculators_draft(raw: dict[str, Any], where: Path, target: TargetFiles | N
             raise TypeError(f"draft_vocab_size {raw['draft_vocab_size']!r}")
     except KeyError as error:
         raise CheckpointError(f"{where}: no key {error}; is it a DFlash speculator?") from error
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{where}: not a speculators configuration ({error})") from error
     check_kinds(draft, where)
     return draft

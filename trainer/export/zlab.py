@@ -28,6 +28,8 @@ from trainer.model.draft import DraftConfig, DraftModel
 from trainer.model.masks import FULL, SLIDING
 from trainer.model.variants import VARIANTS, variant_of
 
+_MOST, _MOST_LAYERS = 2**31 - 1, 1000  # beyond them a file is damaged; listing tensors would hang
+
 
 def tensor_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
     """Return name and shape of every tensor: 3 + 11 * L, and those of the variant."""
@@ -221,26 +223,32 @@ def draft_config(raw: Mapping[str, Any], where: Path) -> DraftConfig:
         )
     except KeyError as error:
         raise CheckpointError(f"{where}: no key {error}; is it a DFlash export?") from error
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{where}: not a DFlash configuration ({error})") from error
     check_kinds(config, where)
     return config
 
 
 def check_kinds(config: DraftConfig, where: Path) -> None:
-    """Raise CheckpointError for a number that is no whole one, or below 1 where it cannot be."""
+    """Raise CheckpointError for a number that is no whole one, too small or beyond any draft's."""
     held = {
         field.name: getattr(config, field.name)
         for field in fields(config)
         if field.type in (int, "int")
     }
     held |= {f"target_layer_ids[{i}]": n for i, n in enumerate(config.target_layer_ids)}
+    keys = {"num_draft_layers": "num_hidden_layers"}
     for name, value in held.items():
         least = 0 if name.startswith(("mask_token_id", "target_layer_ids")) else 1
         if type(value) is not int or value < least:
-            key = {"num_draft_layers": "num_hidden_layers"}.get(name, name)
             raise CheckpointError(
-                f"{where}: {key} is {value!r}, expected a whole number of at least {least}"
+                f"{where}: {keys.get(name, name)} is {value!r}, expected a whole number of at"
+                f" least {least}"
+            )
+        most = _MOST_LAYERS if name == "num_draft_layers" else _MOST
+        if value > most:
+            raise CheckpointError(
+                f"{where}: {keys.get(name, name)} is {value}, expected at most {most}"
             )
 
 

@@ -59,3 +59,31 @@ def test_target_without_weights_or_embedding_is_named(tiny_target: Path, tmp_pat
     (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
     with pytest.raises(TargetError, match=r"config\.json cannot be read"):
         TargetFiles.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_size", None),  # StrictDataclassFieldValidationError
+        ("num_attention_heads", 0),  # ZeroDivisionError
+        ("dtype", "x"),  # AttributeError
+        ("dtype", []),  # IndexError
+        ("model_type", []),  # TypeError
+        ("rope_parameters", {"rope_type": "default", "rope_theta": 10**400}),  # OverflowError
+    ],
+)
+def test_target_whose_configuration_is_damaged_is_named_whatever_the_library_raises(
+    key: str, value: object, tiny_target: Path, tmp_path: Path
+):
+    raw = json.loads((tiny_target / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {key: value}))
+    with pytest.raises(
+        TargetError, match=r"(?s)--target .*config\.json.*; copy the model again, whole"
+    ):
+        _ = TargetFiles.open(tmp_path).rope_theta
+
+
+def test_architectures_that_are_no_list_are_none(tiny_target: Path, tmp_path: Path):
+    raw = json.loads((tiny_target / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"architectures": 5}))
+    assert TargetFiles.open(tmp_path).architectures == []

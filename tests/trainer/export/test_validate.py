@@ -17,6 +17,7 @@ from trainer.export.convert import convert
 from trainer.export.engines import ENGINES
 from trainer.export.findings import FAIL, OK, WARN, Report
 from trainer.export.validate import validate
+from trainer.export.zlab import load_export
 
 Spoil = Callable[[Path], None]
 ALL = list(ENGINES)
@@ -491,3 +492,44 @@ def test_unknown_engine_or_directory_is_refused(export: Export, tmp_path: Path):
         validate(export(), ["ollama"])
     with pytest.raises(CheckpointError, match="no such directory"):
         validate(tmp_path / "nowhere", ["all"])
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("num_hidden_layers", 10**9, "num_hidden_layers is 1000000000, expected at most 1000"),
+        ("hidden_size", 2**31, "hidden_size is 2147483648, expected at most 2147483647"),
+        ("rope_theta", 10**400, "int too large to convert to float"),
+    ],
+)
+def test_number_that_no_draft_can_have_is_a_finding_and_no_hang(
+    key: str, value: int, told: str, export: Export
+):
+    directory = export()
+    write_config(directory, read_config(directory) | {key: value})
+    report = validate(directory, ["all"])
+    assert [told in finding.what for finding in report.findings] == [True]
+    with pytest.raises(CheckpointError, match=told):
+        load_export(directory)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("hidden_size", None), ("dtype", []), ("rms_norm_eps", "x")]
+)
+def test_speculators_layers_that_the_library_refuses_are_a_finding(
+    key: str, value: object, export: Export, tiny_target: Path, tmp_path: Path
+):
+    directory = tmp_path / "speculators"
+    convert(export(), directory, "speculators", tiny_target)
+    raw = read_config(directory)
+    raw["transformer_layer_config"][key] = value
+    write_config(directory, raw)
+    report = validate(directory, ["all"])
+    assert ["transformer_layer_config" in f.what for f in report.findings] == [True]
+
+
+def test_configuration_nested_beyond_reading_is_a_finding(export: Export):
+    directory = export()
+    (directory / "config.json").write_text("[" * 100_000)
+    report = validate(directory, ["all"])
+    assert ["not a DFlash configuration" in f.what for f in report.findings] == [True]

@@ -52,11 +52,13 @@ def test_doctor_tells_the_runs_own_data_and_exits_7_for_what_forbids_a_launch(
     told = {line.split()[0]: line for line in lines if line[:1] not in ("", " ")}
     assert {"samples", "tokens", "on-policy", "steps", "anchors", "time", "disk"} <= told.keys()
     assert "2 steps timed now" in told["time"]
-    assert lines[-1].startswith("ready: 0 problems, 1 warning")  # the answers are not the target's
+    # the answers are not the target's own; a busy machine may be warned about as well
+    assert any(line.startswith("warning") and "on-policy" in line for line in lines)
+    assert lines[-1].startswith("ready: 0 problems, ")
     spoiled = real_project.document(
         *("data", "doctor", "--samples", "0"), "--set", "draft.mask_token_id=1"
     )
-    assert (spoiled["rc"], spoiled["ok"], spoiled["on_policy"]) == (7, False, None)
+    assert (spoiled["rc"], spoiled["ok"], spoiled.get("on_policy")) == (7, False, None), spoiled
     (finding,) = [f for f in spoiled["findings"] if f["level"] == "problem"]
     assert (finding["name"], "mask token 1" in finding["what"]) == ("mask-token", True)
     assert spoiled["data"]["num_samples"] == 24

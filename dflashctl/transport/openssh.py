@@ -63,6 +63,7 @@ def ssh_options(host: Host, *, accept_new: bool) -> list[str]:
     options += ["-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=3"]
     # what ssh_config may hold for people's own logins
     options += ["-o", "RemoteCommand=none", "-o", "ClearAllForwardings=yes"]
+    options += ["-o", "ForwardAgent=no", "-o", "ForwardX11=no"]
     if host.port:
         options += ["-p", str(host.port)]
     if host.jump:

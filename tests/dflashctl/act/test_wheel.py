@@ -87,12 +87,12 @@ def test_the_wheel_runs_gpus_deploy_and_launch_without_torch_on_the_laptop(
     assert deployed.returncode == 0, deployed.stderr
     assert "files sent" in deployed.stdout
     # Real facts, a real start; the target is no model, which the trainer itself must tell.
-    launched = run(
-        *("launch", "--tag", "x", "--skip-check", "--set", "run.device=cpu", "--look", "60")
-    )
-    assert launched.returncode == 1
-    assert "error[run-failed]" in launched.stderr
-    assert "target" in launched.stderr
+    launched = run("launch", "--tag", "x", "--skip-check", "--set", "run.device=cpu")
+    assert launched.returncode in (0, 1), launched.stderr  # 0: seen alive before it failed
     assert "installed package" not in launched.stderr
+    followed = run("logs", "x", "--follow")
+    assert followed.returncode == 1, followed.stderr
+    assert "run x failed" in followed.stderr
+    assert "target" in followed.stdout + followed.stderr
     manifest = (project / "runs" / "x" / "manifest.json").read_text()
     assert '"git_commit": null' in manifest

@@ -40,7 +40,8 @@ def load_prompt_sets(config: TrainConfig, tokenizer: Any) -> list[PromptSet]:
     """
     found = []
     for name, path in config.evaluation.prompts.items():
-        samples = load_chats(path, tokenizer, config.data.max_length).samples
+        key = f"evaluation.prompts.{name}"
+        samples = load_chats(path, tokenizer, config.data.max_length, key=key).samples
         chosen = samples[: config.evaluation.num_prompts]
         prompts = tuple(tuple(split_answer(sample)[0]) for sample in chosen)
         found.append(PromptSet(name, prompts))

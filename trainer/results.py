@@ -74,7 +74,7 @@ def evaluate_run(run_dir: Path, options: EvaluationOptions) -> dict[str, Any]:
     if options.target_dtype is not None:
         config = replace(config, target=replace(config.target, dtype=options.target_dtype))
     tokenizer = load_tokenizer(config.target.path, config.target.revision)
-    chats = load_chats(options.prompts, tokenizer, config.data.max_length)
+    chats = load_chats(options.prompts, tokenizer, config.data.max_length, key="--prompts")
     _print(f"{len(chats.samples)} prompts in {options.prompts}")
     target = assembly.load_targets(config, [device])[str(device)]
     draft, source = run_draft(run_dir, config, target, options.choice)

@@ -299,7 +299,7 @@ def test_prompts_that_are_not_there_stop_the_run_before_the_target_is_loaded(
     make_run: MakeRun,
 ) -> None:
     run_dir = make_run(evaluation={"every_steps": 4, "prompts": "/nowhere/heldout.jsonl"})
-    with pytest.raises(DataError, match=r"/nowhere/heldout\.jsonl"):
+    with pytest.raises(DataError, match=r"evaluation\.prompts\.\w+ /nowhere/heldout\.jsonl: No"):
         _train(run_dir)
     assert [event["phase"] for event in _events(run_dir, "phase")] == ["data"]
 

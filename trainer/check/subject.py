@@ -65,7 +65,7 @@ class Subject:
             return AutoConfig.from_pretrained(
                 config.path, revision=config.revision, trust_remote_code=False
             )
-        except (OSError, ValueError) as error:
+        except Exception as error:  # its validation has error classes of its own, and others
             raise TargetError(
                 f"target.path {config.path}: no configuration can be read: {error}"
             ) from error

@@ -143,8 +143,10 @@ def template_digest(tokenizer: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def load_chats(path: str | Path, tokenizer: Any, max_length: int) -> ChatDataset:
-    """Read, render and tokenise a JSONL file of chats.
+def load_chats(
+    path: str | Path, tokenizer: Any, max_length: int, *, key: str = "data.path"
+) -> ChatDataset:
+    """Read, render and tokenise a JSONL file of chats; ``key`` is the setting that names it.
 
     Bad lines are counted with their number and reason. Raises: DataError when the file is missing
     or no line is usable.
@@ -152,7 +154,7 @@ def load_chats(path: str | Path, tokenizer: Any, max_length: int) -> ChatDataset
     try:
         data = Path(path).read_bytes()
     except OSError as error:
-        raise DataError(f"data.path {path}: {error.strerror or error}") from error
+        raise DataError(f"{key} {path}: {error.strerror or error}") from error
     encoder = ChatEncoder(tokenizer, max_length)
     samples: list[Sample] = []
     bad: list[BadLine] = []
@@ -167,7 +169,7 @@ def load_chats(path: str | Path, tokenizer: Any, max_length: int) -> ChatDataset
             samples.append(Sample(len(samples), encoded.input_ids, encoded.loss_mask))
     if not samples:
         told = "; ".join(str(b) for b in bad[:3]) or "the file is empty"
-        raise DataError(f"data.path {path}: no usable chat ({told})")
+        raise DataError(f"{key} {path}: no usable chat ({told})")
     return ChatDataset(str(path), hashlib.sha256(data).hexdigest(), tuple(samples), tuple(bad))
 
 

@@ -75,8 +75,8 @@ def prepare(options: PrepareOptions) -> dict[str, Any]:
     except OSError as error:
         where = error.filename or output
         raise DataError(
-            f"{where}: {error.strerror or error}; what is finished is kept, run the same command"
-            " again"
+            f"{where}: {error.strerror or error}; what is finished is kept: mend this, then run"
+            " the same command again"
         ) from error
     except BrokenProcessPool as error:
         raise DataError(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from trainer.errors import CheckpointError
@@ -53,6 +54,8 @@ def convert(
     speculators layout, whose readers load the target as ``verifier`` (a hub id; ``target`` when
     left out). Raises: CheckpointError or TargetError naming the file and the key.
     """
+    if max_shard_bytes < 1:
+        raise CheckpointError(f"--max-shard-bytes {max_shard_bytes}: at least 1")
     if source.resolve() == directory.resolve():
         raise CheckpointError(f"{directory} is the source itself; choose another directory")
     raw = read_json(source / CONFIG)
@@ -65,8 +68,15 @@ def convert(
     else:
         made, config = _to_zlab(source, raw, opened)
     card = source / CARD
-    text = card.read_text(encoding="utf-8") if card.is_file() else None
-    write_directory(directory, made, config, card=text, max_shard_bytes=max_shard_bytes)
+    try:
+        text = card.read_text(encoding="utf-8") if card.is_file() else None
+        write_directory(directory, made, config, card=text, max_shard_bytes=max_shard_bytes)
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{card}: is not UTF-8 ({error}); save it as UTF-8") from error
+    except (OSError, SafetensorError) as error:  # a full disk, a place that may not be written
+        raise CheckpointError(
+            f"{directory}: cannot be written ({error}); mend this or choose another directory"
+        ) from error
     return Conversion(directory, layout, len(made), 1 if layout == "speculators" else -1)
 
 

@@ -285,3 +285,20 @@ def test_nothing_to_check_is_one_line_and_status_2(
 def test_a_directory_that_is_no_run_is_status_2(tmp_path: Path, capsys: Printed) -> None:
     assert main(["check", "--run-dir", str(tmp_path), "--fast"]) == 2
     assert "is this a run directory" in capsys.readouterr().err
+
+
+def test_a_configuration_that_the_library_refuses_in_its_own_way_is_one_line(
+    make_run: MakeRun, tiny_target: Path, tmp_path: Path, capsys: Printed
+) -> None:
+    target = tmp_path / "damaged"
+    target.mkdir()
+    for path in tiny_target.iterdir():
+        (target / path.name).write_bytes(path.read_bytes())
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"hidden_size": None}))
+    run_dir = make_run(target={"path": str(target)})
+    assert main(["check", "--run-dir", str(run_dir), "--fast"]) == 2
+    error = capsys.readouterr().err
+    assert f"error: target.path {target}: no configuration can be read" in error
+    assert "hidden_size" in error
+    assert "Traceback" not in error

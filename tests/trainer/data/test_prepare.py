@@ -238,3 +238,9 @@ def test_tokenizer_without_a_template_is_refused(chats: Path, options: Options, 
     tokenizer.save_pretrained(tmp_path / "bare")
     with pytest.raises(DataError, match="its tokenizer has no chat template"):
         prepare(options(chats, target=str(tmp_path / "bare")))
+
+
+def test_output_that_cannot_be_written_is_told_with_what_to_do(chats: Path, options: Options):
+    options().output.write_text("a file")
+    with pytest.raises(DataError, match=r"Not a directory; .*: mend this, then run the same"):
+        prepare(options(chats))

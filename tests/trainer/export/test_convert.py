@@ -307,3 +307,18 @@ def test_command_converts_and_says_what_it_wrote(
         json.loads((tmp_path / "z" / "config.json").read_text())["vocab_size"]
         == SHAPE["vocab_size"]
     )
+
+
+def test_place_that_cannot_be_written_and_a_card_that_is_no_text_are_one_line(
+    export: Export, tiny_target: Path, tmp_path: Path
+):
+    source, place = export(), tmp_path / "made"
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"cannot be written \(.*choose another directory"):
+        convert(source, tmp_path / "file" / "made", "speculators", tiny_target)
+    with pytest.raises(CheckpointError, match="--max-shard-bytes 0: at least 1"):
+        convert(source, place, "speculators", tiny_target, max_shard_bytes=0)
+    (source / "README.md").write_bytes(b"\xff\xfe")
+    with pytest.raises(CheckpointError, match=r"README\.md: is not UTF-8"):
+        convert(source, place, "speculators", tiny_target)
+    assert not place.exists()

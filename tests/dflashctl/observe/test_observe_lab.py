@@ -92,6 +92,11 @@ def start_run(lab_site: Lab) -> Callable[[str, float], str]:
     return start
 
 
+def wait_for(lab_site: Lab, file: str) -> None:
+    script = f"while ! [ -s {file} ]; do sleep 0.05; done"
+    assert lab_site.in_container("kpro6", 200, script).returncode == 0
+
+
 class Watcher(threading.Thread):
     """Follows a run in the background."""
 
@@ -215,8 +220,8 @@ def test_a_watch_that_is_killed_leaves_no_follow_program_in_the_container(
 def test_status_of_all_runs_of_a_container_is_one_pct_call_and_knows_its_clock(
     lab_site: Lab, place: Place, start_run: Callable[[str, float], str]
 ) -> None:
-    start_run("one", 60.0)
-    start_run("two", 0.1)
+    wait_for(lab_site, start_run("one", 60.0) + "/metrics.jsonl")
+    wait_for(lab_site, start_run("two", 0.1) + "/exit.json")
     lab_site.fault("kpro6", "latency", "0,0")
     before = len(lab_site.pct_calls("kpro6"))
     found = status([place], connect)
@@ -233,7 +238,8 @@ def test_pull_through_pct_brings_the_bytes_that_are_there(
 ) -> None:
     root = start_run("bring", 0.2)
     script = f"mkdir {root}/export; head -c 3000000 /dev/urandom >{root}/export/model.safetensors"
-    lab_site.in_container("kpro6", 200, f"{script}; while ! [ -e {root}/exit.json ]; do :; done")
+    lab_site.in_container("kpro6", 200, script)
+    wait_for(lab_site, f"{root}/exit.json")
     result = pull(PullRequest(place, "bring", ("logs", "export"), tmp_path / "bring"), connect)
     for name in ("export/model.safetensors", "train_stdout_bring.log", "exit.json"):
         assert name in result.received

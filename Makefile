@@ -11,6 +11,7 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+PYTEST_WORKERS ?= 2
 FAULTS_ARGS ?=
 
 .PHONY: help setup model demo test lint types layers check faults coverage build clean
@@ -31,8 +32,9 @@ model: $(VENV)/.ready
 demo: setup
 	$(VENV)/bin/dflashctl demo
 
+# Two at a time: most of them wait for sshd, containers and processes. A file stays with one worker.
 test: setup model
-	$(PY) -m pytest $(PYTEST_ARGS)
+	$(PY) -m pytest -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 lint: $(VENV)/.ready
 	$(VENV)/bin/ruff check .

@@ -7,7 +7,7 @@ goes on. A lock is kept for as long as a process of its run lives (``remote/gpus
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from dflashctl.errors import (
     ConfigurationError,
@@ -23,6 +23,7 @@ from dflashctl.transport.base import Transport
 from trainer.contract.manifest import Gpu, Manifest
 
 CPU = "cpu"
+Chosen = TypeVar("Chosen")
 _UNFIT = {
     "failed": ("gpu-failed", "reboot the node, or give the run other GPUs in hosts.yaml"),
     "orphaned": (
@@ -135,9 +136,35 @@ def claim_again(ways: Ways, manifest: Manifest, holder: Holder) -> Claim:
     return hold
 
 
-def _held(
-    ways: Ways, hold: Claim, wanted: list[str], choose: Callable[[Probe], tuple[Gpu, ...]]
-) -> tuple[Gpu, ...]:
+def claim_idle(ways: Ways, count: int, holder: Holder) -> tuple[tuple[GpuState, ...], Claim]:
+    """Lock the first ``count`` GPUs of the roles that are idle and not locked.
+
+    Raises: RefusedError naming a holder when there are fewer, or another was faster; as
+    ``claim_roles`` else.
+    """
+    container, hold = ways.place.container, Claim(ways, holder)
+    label = container.label
+    seen = probe_for(ways.node, ways.inside)
+    if seen.wedged:
+        raise _wedged(seen, label)
+    members = [seen.find(one, label) for one in (*container.target, *container.drafter)]
+    cards = list({gpu.uuid: gpu for gpu in members}.values())
+    idle = [gpu.uuid for gpu in cards if gpu.state == "idle"][:count]
+    if len(idle) < count:
+        for gpu in cards:
+            require_idle(gpu, label, seen)
+        raise RefusedError(f"the roles name {len(cards)} GPUs, not {count}", place=label)
+
+    def choose(answer: Probe) -> tuple[GpuState, ...]:
+        found = tuple(answer.find(uuid, label) for uuid in idle)
+        for gpu in found:
+            require_idle(gpu, label, answer)
+        return found
+
+    return _held(ways, hold, idle, choose), hold
+
+
+def _held(ways: Ways, hold: Claim, wanted: list[str], choose: Callable[[Probe], Chosen]) -> Chosen:
     """Lock the wanted GPUs and choose among what is seen inside the locks; else let go."""
     try:
         answer = _lock(ways, hold, wanted)

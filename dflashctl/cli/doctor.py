@@ -10,6 +10,8 @@ from dflashctl.cli.output import say, show
 from dflashctl.cli.verb import Options, Verb, current
 
 if TYPE_CHECKING:
+    from dflashctl.diagnosis import Check
+    from dflashctl.inventory import Place
     from dflashctl.operations.doctor import DoctorRequest, DoctorResult
 
 
@@ -28,10 +30,14 @@ def doctor(
     fix: Annotated[
         bool, typer.Option("--fix", help="make the safe fixes; asks before it installs")
     ] = False,
+    nccl: Annotated[
+        bool, typer.Option("--nccl", help="also let two GPUs of each place add numbers together")
+    ] = False,
 ) -> None:
     """Check laptop, nodes and containers, and say what to type.
 
-    Changes nothing without --fix. Exit status 1 when a check FAILs.
+    Changes nothing without --fix; --nccl locks two idle GPUs meanwhile. Exit status 1 when a check
+    FAILs.
     """
     from dflashctl.bundle import build_bundle
     from dflashctl.operations.doctor import DoctorRequest, examine
@@ -49,6 +55,10 @@ def doctor(
     result = examine(request)
     if fix and _mend(options, request, result):
         result = examine(request)
+    if nccl:
+        result = result.with_more(
+            [_add_together(options, place, request, result) for place in request.places]
+        )
     show(options, doctor_document(result), doctor_text(result), ok=result.ok)
     if result.exit_code:
         raise typer.Exit(result.exit_code)
@@ -58,6 +68,25 @@ def _target(train: Path | None) -> str | None:
     from dflashctl.train_file import read_train_config
 
     return None if train is None else read_train_config(train, [], ()).target.path
+
+
+def _add_together(
+    options: Options, place: "Place", request: "DoctorRequest", result: "DoctorResult"
+) -> "Check":
+    """Let two ranks of a place add numbers, unless what was found forbids it."""
+    from dflashctl.cli.staging import open_ways
+    from dflashctl.errors import DflashctlError
+    from dflashctl.operations.nccl import add_together, obstacle, unable
+
+    found = obstacle(place, result.checks)
+    if found is not None:
+        return found
+    say(f"{place.label}: two ranks add numbers, which can take minutes")
+    try:
+        with open_ways(options, place) as ways:
+            return add_together(ways, request.requirements_digest)
+    except DflashctlError as error:
+        return unable(place, error)
 
 
 def _mend(options: Options, request: "DoctorRequest", result: "DoctorResult") -> bool:

@@ -52,6 +52,14 @@ class DoctorResult:
         """Whether nothing failed."""
         return not any(check.status == FAIL for check in self.checks)
 
+    def with_more(self, more: Sequence[Check]) -> "DoctorResult":
+        """Return it with further checks, each after those of its place."""
+        places = list(dict.fromkeys(check.place for check in (*self.checks, *more)))
+        checks = sorted((*self.checks, *more), key=lambda check: places.index(check.place))
+        failed = any(check.status == FAIL for check in more)
+        code = self.exit_code or int(ExitCode.FAILED if failed else ExitCode.OK)
+        return DoctorResult(tuple(checks), code)
+
 
 @dataclass(frozen=True)
 class _Examined:

@@ -152,13 +152,17 @@ class Data:
         plan = BatchPlan(dataset.lengths, config.data, config.seed)
         return cls(dataset, plan, BatchMaker(dataset, plan, config))
 
-    def coverage(self, config: TrainConfig) -> Coverage:
+    def epochs(self, steps: StepRange) -> float:
+        """Return how often the steps of the whole run visit the data."""
+        return steps.num_steps * steps.batches_per_step / self.plan.batches_in_epoch
+
+    def coverage(self, config: TrainConfig, steps: StepRange) -> Coverage:
         """Return which share of the trained tokens the drawn blocks reach, by a few batches."""
         last = self.plan.batches_in_epoch - 1
         places = np.unique(np.linspace(0, last, _COVERAGE_BATCHES).round().astype(int))
         batches = [self.maker.make(int(place)) for place in places]
         return expected_coverage(
-            batches, config.data.max_anchors, config.draft.block_size, config.optim.epochs
+            batches, config.data.max_anchors, config.draft.block_size, self.epochs(steps)
         )
 
 

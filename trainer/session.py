@@ -84,8 +84,8 @@ class Session:
         data = self._read_data()
         prompts = read_prompt_sets(config, data, metrics)
         steps = assembly.step_range(config, data.plan, len(self._devices.drafters))
-        coverage = data.coverage(config)
-        for line in coverage.lines(config.optim.epochs, config.data.max_anchors):
+        coverage = data.coverage(config, steps)
+        for line in coverage.lines(data.epochs(steps), config.data.max_anchors):
             metrics.note(line)
         frac = round(coverage.per_epoch, 4)
         samples = len(data.dataset.samples)

@@ -41,7 +41,7 @@ class Coverage:
         told = [
             (
                 f"coverage: {self.per_epoch:.1%} of the trained tokens lie in a block an epoch,"
-                f" {self.whole_run:.1%} in {epochs:g} epochs (at most {self.reachable:.1%});"
+                f" {self.whole_run:.1%} in {epochs:.3g} epochs (at most {self.reachable:.1%});"
                 f" {self.num_trained / max(1, self.num_anchors):.1f} trained tokens a block"
             )
         ]
@@ -56,7 +56,10 @@ class Coverage:
 def expected_coverage(
     batches: Sequence[Batch], num_anchors: int, block_size: int, epochs: float
 ) -> Coverage:
-    """Return what ``num_anchors`` a row of these batches cover, on average over all draws."""
+    """Return what ``num_anchors`` a row of these batches cover, on average over all draws.
+
+    epochs: visits of the data in the whole run; a part of one visits that share of its batches.
+    """
     missed: list[npt.NDArray[np.float64]] = [np.zeros(0)]
     drawn = 0
     for batch in batches:
@@ -66,11 +69,13 @@ def expected_coverage(
             missed.append(found)
             drawn += used
     chances = np.concatenate(missed)
+    whole, part = divmod(epochs, 1.0)
+    never = chances**whole * (1 - part * (1 - chances))
     return Coverage(
         len(chances),
         drawn,
         float(1 - chances.mean()) if len(chances) else 0.0,
-        float(1 - (chances**epochs).mean()) if len(chances) else 0.0,
+        float(1 - never.mean()) if len(chances) else 0.0,
         float((chances < 1).mean()) if len(chances) else 0.0,
     )
 

@@ -60,7 +60,7 @@ def plan_facts(data: assembly.Data, config: TrainConfig, num_drafters: int) -> P
         num_warmup_steps=Schedule.from_config(config.optim, steps.num_steps).num_warmup_steps,
         tokens_per_step=per_step * statistics.fmean(batch.num_tokens for batch in batches),
         anchors_per_step=per_step * statistics.fmean(batch.num_anchors for batch in batches),
-        coverage=data.coverage(config),
+        coverage=data.coverage(config, steps),
     )
 
 

@@ -1,20 +1,28 @@
 """Coverage: the share of trained tokens that drawn blocks reach, worked out and counted."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from trainer.assembly import Data, step_range
 from trainer.contract.config import TrainConfig
 from trainer.data.coverage import expected_coverage
 from trainer.data.dataset import ChatDataset, Sample
 from trainer.data.packing import BatchMaker, BatchPlan
 
 
-def maker(
-    masks: list[str], *, num_anchors: int, block_size: int = 3, packing: bool = True, **data: Any
-) -> tuple[BatchMaker, TrainConfig]:
+def maker(masks: list[str], **settings: Any) -> tuple[BatchMaker, TrainConfig]:
     """Batches of documents whose trained tokens are the 1s."""
+    data, config = laid_out(masks, **settings)
+    return data.maker, config
+
+
+def laid_out(
+    masks: list[str], *, num_anchors: int, block_size: int = 3, packing: bool = True, **data: Any
+) -> tuple[Data, TrainConfig]:
+    """Documents whose trained tokens are the 1s, and the plan over them."""
     samples = tuple(
         Sample(i, np.zeros(len(mask), np.int32), np.array([c == "1" for c in mask]))
         for i, mask in enumerate(masks)
@@ -36,7 +44,7 @@ def maker(
     )
     dataset = ChatDataset("made", "", samples)
     plan = BatchPlan(dataset.lengths, config.data, 0)
-    return BatchMaker(dataset, plan, config), config
+    return Data(dataset, plan, BatchMaker(dataset, plan, config)), config
 
 
 def test_chance_of_every_token_is_that_of_an_anchor_in_the_places_before_it():
@@ -53,6 +61,25 @@ def test_chance_of_every_token_is_that_of_an_anchor_in_the_places_before_it():
         assert found.whole_run == pytest.approx(run)
         assert found.reachable == 3 / 4
         assert (found.num_trained, found.num_anchors) == (4, min(num_anchors, 3))
+
+
+def test_run_that_ends_within_an_epoch_covers_that_share_of_it():
+    # Tokens as above, one anchor: an epoch reaches 0, 1/3, 2/3, 2/3 of them.
+    batches, _ = maker(["01111"], num_anchors=1)
+    quarter = expected_coverage([batches.make(0)], 1, 3, epochs=0.25)
+    assert quarter.whole_run == pytest.approx((1 / 3 + 2 / 3 + 2 / 3) / 4 / 4)
+    # One epoch and a half leave out 1, 2/3 * 5/6, 1/3 * 2/3, 1/3 * 2/3.
+    more = expected_coverage([batches.make(0)], 1, 3, epochs=1.5)
+    assert more.whole_run == pytest.approx((0 + 4 / 9 + 7 / 9 + 7 / 9) / 4)
+
+
+def test_steps_of_a_run_say_how_often_it_visits_the_data():
+    # Eight rows of four make two batches an epoch; three steps of one batch are 1.5 visits.
+    data, config = laid_out(["01111"] * 8, num_anchors=1, packing=False, max_batch_size=4)
+    limited = replace(config, optim=replace(config.optim, epochs=6.0, max_steps=3))
+    steps = step_range(limited, data.plan, 1)
+    assert (data.plan.batches_in_epoch, data.epochs(steps)) == (2, 1.5)
+    assert data.coverage(limited, steps).whole_run == pytest.approx((0 + 4 / 9 + 7 / 9 + 7 / 9) / 4)
 
 
 def test_blocks_of_one_document_cover_nothing_of_the_next():

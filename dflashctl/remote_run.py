@@ -134,6 +134,7 @@ def make_manifest(place: Place, pinned: Pinned, facts: dict[str, Any]) -> Manife
         config=pinned.config.to_dict(),
         seed=pinned.config.seed,
         argv=pinned.argv,
+        driver=facts.get("driver"),
     )
 
 

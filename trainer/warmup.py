@@ -18,15 +18,13 @@ import torch
 from trainer import assembly
 from trainer.compile_gate import CompileGate
 from trainer.contract.config import TrainConfig
-from trainer.contract.durable import write_by_rename
-from trainer.contract.manifest import Manifest
+from trainer.contract.warmup_stamp import write_stamp
 from trainer.data.packing import Batch
 from trainer.model.target import Target
 from trainer.optim import Schedule
 from trainer.workers.drafter import forward_backward
 from trainer.workers.target import FeatureCache, Prepared, gated_features
 
-_STAMP = "warmup.json"
 _LOOK_AT_BATCHES = 256
 
 
@@ -68,7 +66,7 @@ def warm_up(run_dir: Path) -> None:
     if not assembly.compiles(config):
         text = "device cpu or compile off: nothing was compiled; one real step ran as a check"
         _say("warmup_note", text=text)
-    _stamp(manifest, told)
+    write_stamp(manifest, told, time.time())
     _say(
         "warmup_done",
         num_devices=len(told),
@@ -132,16 +130,3 @@ def _say(kind: str, **values: Any) -> dict[str, Any]:
 
 def _since(began: float) -> float:
     return round(time.monotonic() - began, 3)
-
-
-def _stamp(manifest: Manifest, told: list[dict[str, Any]]) -> None:
-    directory = Path(manifest.cache_dir)
-    directory.mkdir(parents=True, exist_ok=True)
-    stamp = {
-        "v": 1,
-        "release": manifest.release,
-        "torch": torch.__version__,
-        "ended_unix_s": round(time.time(), 3),
-        "devices": told,
-    }
-    write_by_rename(directory / _STAMP, (json.dumps(stamp, indent=1) + "\n").encode())

@@ -12,6 +12,7 @@ from typing import Any
 
 from dflashctl.diagnosis.container import Interval
 from dflashctl.diagnosis.preflight import Preflight
+from dflashctl.diagnosis.warmth import needs_warmth, warmth_of
 from dflashctl.errors import (
     ContainerDownError,
     DflashctlError,
@@ -59,6 +60,7 @@ class LaunchRequest:
 
     look_s: how long the second look waits for the run's first event. skip_check: start without the
     train-serve check; the manifest then says so. wait_s: how long to wait for GPUs to be free.
+    require_warm: refuse a run whose warm-up is stale or missing.
     """
 
     tag: str
@@ -68,6 +70,7 @@ class LaunchRequest:
     look_s: float = 10.0
     skip_check: bool = False
     wait_s: float = 0.0
+    require_warm: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,9 @@ def _launch(ways: Ways, request: LaunchRequest, runs: RunStore, say: Say) -> Lau
     with _Locking(ways, tag, runs, say) as locking:
         gpus = locking.hold(lambda holder: claim_roles(ways, facts, holder))
         pinned = Pinned(tag, request.code, request.config, gpus, request.argv)
-        manifest = _checked(ways, make_manifest(ways.place, pinned, facts), request, say)
+        manifest = make_manifest(ways.place, pinned, facts)
+        manifest = _with_warmth(manifest, facts["warmups"], request, say)
+        manifest = _checked(ways, manifest, request, say)
         runs.intend(manifest)
         say("starting")
         _start(ways, manifest, runs, locking, resume=False)
@@ -141,6 +146,20 @@ def _look_at_room(
     skew_s = facts["interval"].skew_s(facts["clock_unix_s"])
     for text in preflight.warnings(ways.place.label, skew_s):
         say(f"warning: {text}")
+
+
+def _with_warmth(
+    manifest: Manifest, stamps: list[dict[str, Any]], request: LaunchRequest, say: Say
+) -> Manifest:
+    """Tell a stale warm-up, and return the manifest with what it is. Raises: RefusedError."""
+    found = warmth_of(manifest, stamps)
+    if found.why and needs_warmth(request.config):
+        place = manifest.place
+        hint = f"dflashctl -l {place} warmup   (with the --train and --set of this launch)"
+        if request.require_warm:
+            raise RefusedError(found.why, hint=hint, place=place, code="not-warm")
+        say(f"warning: {found.why}; the run compiles at its start; to do it before: {hint}")
+    return replace(manifest, warmup=found.state)
 
 
 def _checked(ways: Ways, manifest: Manifest, request: LaunchRequest, say: Say) -> Manifest:

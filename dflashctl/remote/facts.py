@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 CHUNK_BYTES = 1 << 20
+STAMP_CHARS = 1 << 16
+MAX_STAMPS = 32
 WEIGHTS = ("*.safetensors", "*.bin", "*.safetensors.index.json")
 VERSIONS = """
 import importlib.metadata as m, json, sys
@@ -225,6 +227,28 @@ class Facts:
         if done.returncode != 0:
             self.answer["gpu_problem"] = (done.stdout + done.stderr).strip()[:500]
 
+    def driver(self) -> None:
+        """Learn the version of the NVIDIA kernel module; absent where there is none."""
+        try:
+            text = Path("/proc/driver/nvidia/version").read_text()
+        except OSError:
+            return
+        found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", text)
+        self.answer["driver"] = found[1] if found else None
+
+    def warmups(self) -> None:
+        """Read the stamps of warm-ups, oldest first, each with the name of its cache."""
+        found = []
+        for path in self.workspace.glob("cache/*/warmup.json"):
+            try:
+                with path.open() as stream:
+                    stamp = json.loads(stream.read(STAMP_CHARS))
+                found.append((path.stat().st_mtime, path.parent.name, dict(stamp)))
+            except (OSError, ValueError, TypeError):
+                continue  # a stamp that cannot be read vouches for nothing
+        newest = sorted(found, key=lambda entry: entry[:2])[-MAX_STAMPS:]
+        self.answer["warmups"] = [stamp | {"key": key} for _, key, stamp in newest]
+
     def room(self) -> None:
         """Measure what a run needs besides its inputs; the laptop judges it."""
         places = {"workspace": self.workspace, "log_dir": self.arguments["log_dir"]}
@@ -332,7 +356,7 @@ def main(arguments: dict[str, Any]) -> dict[str, Any]:
     """Collect everything; one question that fails does not hide the answers of the others."""
     facts = Facts(arguments)
     looks = (facts.release, facts.python, facts.target, facts.dataset, facts.prompts)
-    for ask in (*looks, facts.run, facts.gpus, facts.room):
+    for ask in (*looks, facts.run, facts.gpus, facts.driver, facts.warmups, facts.room):
         try:
             ask()
         except (OSError, ValueError, subprocess.SubprocessError) as error:

@@ -27,7 +27,8 @@ class Manifest:
     training configuration as ``TrainConfig.to_dict`` gives it, ``packages`` the versions installed
     in the container, ``git_commit`` None only when the release came out of an installed wheel
     (then ``dflashctl_version`` names it). ``check``: passed, or skipped by --skip-check; none when
-    the launching program was older than the check.
+    the launching program was older than the check. ``warmup``: fresh, stale (made for something
+    else) or none. ``driver``: version of the NVIDIA kernel module, None where there is none.
     """
 
     run_id: str
@@ -51,6 +52,8 @@ class Manifest:
     seed: int
     argv: tuple[str, ...]
     check: str = "none"
+    warmup: str = "none"
+    driver: str | None = None
     v: int = VERSION
 
     @property
@@ -102,7 +105,9 @@ class Manifest:
 # What a reader would trip over; null stands only where the class allows None.
 _KINDS: dict[str, type] = {
     **dict.fromkeys(("run_id", "tag", "release", "host", "python", "workspace"), str),
-    **dict.fromkeys(("log_path", "cache_dir", "target_revision", "dataset_sha256", "check"), str),
+    **dict.fromkeys(
+        ("log_path", "cache_dir", "target_revision", "dataset_sha256", "check", "warmup"), str
+    ),
     **dict.fromkeys(("packages", "config"), dict),
     **dict.fromkeys(("gpus", "argv"), list),
     "seed": int,

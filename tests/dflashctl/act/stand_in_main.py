@@ -2,7 +2,8 @@
 
 It takes the place of trainer/__main__.py in a copy of the package; contract and runner are the
 real ones. Every step takes 20 ms; SIGINT and SIGTERM write a checkpoint and exit 10. Seed 12 has a
-worker process that ignores every signal but SIGKILL, seed 13 ignores what asks it to stop.
+worker process that ignores every signal but SIGKILL, seed 13 ignores what asks it to stop. What
+stands in the workspace's file "words" is said first.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from trainer.contract.completion import COMPLETE, describe, latest_complete, ste
 from trainer.contract.events import EventWriter
 from trainer.contract.exit_record import TrainerExit
 from trainer.contract.manifest import Manifest
+from trainer.contract.warmup_stamp import write_stamp
 
 STEP_S = 0.02
 stop_asked: list[int] = []
@@ -99,12 +101,17 @@ def main() -> int:
     parser.add_argument("--prompts", type=Path)
     parser.add_argument("--num-prompts", type=int)
     args = parser.parse_args()
+    if (words := args.run_dir.parents[1] / "words").exists():
+        sys.stdout.buffer.write(words.read_bytes() + b"\n")
+        sys.stdout.buffer.flush()
     if args.verb == "train":
         return train(args.run_dir, resume=args.resume)
     if args.verb == "warmup":
         print("warming up", flush=True)
         report = {"kind": "warmup", "device": "cpu", "warmup_s": 0.5, "num_compiles": 3}
         print(json.dumps(report), flush=True)
+        manifest = Manifest.from_json((args.run_dir / "manifest.json").read_text())
+        write_stamp(manifest, [report], time.time())
         return 0
     if args.verb == "check":
         return check(args.run_dir, fast=args.fast)

@@ -36,6 +36,7 @@ def test_launch_pins_everything_and_proves_the_run_alive(deployed: Project) -> N
     assert manifest["packages"]["torch"].startswith("2.")
     assert manifest["target_revision"].startswith("sha256:")
     assert [gpu["role"] for gpu in manifest["gpus"]] == ["target", "drafter"]
+    assert manifest["warmup"] == "none"
     recorded = json.loads((deployed.root / "runs/fresh7/manifest.json").read_text())
     assert recorded == manifest
     environment = deployed.run_dir("fresh7") / "environment.json"
@@ -274,8 +275,12 @@ def test_warmup_reports_each_device_and_uses_the_cache_of_launch(deployed: Proje
     warm = deployed.document("warmup")
     assert warm["rc"] == 0
     assert warm["devices"] == [{"device": "cpu", "warmup_s": 0.5, "num_compiles": 3}]
+    damaged = Path(deployed.workspace) / "cache/older/warmup.json"
+    damaged.parent.mkdir()
+    damaged.write_text("[1")
     launched = deployed.document("launch", "--tag", "x", "--set", "optim.max_steps=2")
     assert launched["manifest"]["cache_dir"] == warm["cache_dir"]
+    assert launched["manifest"]["warmup"] == "fresh"
     environment = json.loads((deployed.run_dir("x") / "environment.json").read_text())
     assert environment["TORCHINDUCTOR_CACHE_DIR"].startswith(warm["cache_dir"])
 

@@ -164,6 +164,9 @@ def launch(  # noqa: PLR0913 - the options of a verb are its parameters
     skip_check: Annotated[
         bool, typer.Option("--skip-check", help="start without the check; the manifest says so")
     ] = False,
+    require_warm: Annotated[
+        bool, typer.Option("--require-warm", help="refuse a warm-up that is stale or missing")
+    ] = False,
 ) -> None:
     """Check the run, start it in tmux, and look again whether it lives."""
     from dflashctl.errors import UsageError
@@ -171,14 +174,16 @@ def launch(  # noqa: PLR0913 - the options of a verb are its parameters
 
     options, wait_s = current(ctx), parse_duration(wait)
     if resume is not None:
-        if tag or train or sets or skip_check:
+        if tag or train or sets or skip_check or require_warm:
             raise UsageError(
-                "--resume takes the run's own settings: no --tag, --train, --set or --skip-check",
+                "--resume takes the run's own settings: no --tag, --train, --set, --skip-check or"
+                " --require-warm",
                 hint=f"dflashctl launch --resume {resume}",
             )
         result = _resume(options, resume, (look, wait_s))
     else:
-        result = _launch(options, tag, (train, sets), (look, wait_s), skip_check=skip_check)
+        strict = (skip_check, require_warm)
+        result = _launch(options, tag, (train, sets), (look, wait_s), strict)
     show(options, result, launch_text(result))
     tell_trips(options, result.round_trips)
 
@@ -188,8 +193,7 @@ def _launch(
     tag: str | None,
     settings: tuple[Path | None, list[str] | None],
     waits: tuple[float, float],
-    *,
-    skip_check: bool,
+    strict: tuple[bool, bool],
 ) -> Any:
     from dflashctl.bundle import build_bundle
     from dflashctl.operations.launch import LaunchRequest, refuse_recorded
@@ -200,7 +204,11 @@ def _launch(
     tag = tag or _propose_tag(options, runs)
     config = train_config(options, place, *settings)
     code = Code.of(build_bundle())
-    request = LaunchRequest(tag, code, config, tuple(sys.argv), waits[0], skip_check, waits[1])
+    look_s, wait_s = waits
+    skip_check, require_warm = strict
+    request = LaunchRequest(
+        tag, code, config, tuple(sys.argv), look_s, skip_check, wait_s, require_warm
+    )
     refuse_recorded(runs, tag, place.label)  # before any connection is made
     with open_ways(options, place) as ways:
         return run(ways, request, runs, say)

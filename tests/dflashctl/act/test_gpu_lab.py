@@ -94,6 +94,22 @@ def test_two_laptops_that_launch_at_once_have_one_winner_and_the_loser_names_it(
     assert laptop.run("-l", "kpro7", "locks", "list").stdout == "no GPU is locked\n"
 
 
+def test_a_warm_up_for_other_shapes_is_told_and_refused_when_a_fresh_one_is_asked_for(
+    laptop: Project,
+) -> None:
+    assert laptop.run(*ON, "warmup").returncode == 0
+    other = ("--set", "data.max_anchors=7")
+    refused = laptop.run(*ON, "launch", "--tag", "cold", *other, "--require-warm")
+    told = "the warm-up is stale: data.max_anchors 7, the warm-up had 1024"
+    assert f"error[not-warm]: kpro7/200: {told}\n" in refused.stderr
+    assert (refused.returncode, "dflashctl -l kpro7/200 warmup" in refused.stderr) == (3, True)
+    assert laptop.run("-l", "kpro7", "locks", "list").stdout == "no GPU is locked\n"
+    done = laptop.run(*ON, "launch", "--tag", "cold", *other, "--set", "optim.max_steps=2")
+    assert (done.returncode, f"warning: {told}; the run compiles" in done.stderr) == (0, True)
+    manifest = json.loads((laptop.root / "runs/cold/manifest.json").read_text())
+    assert manifest["warmup"] == "stale"
+
+
 def test_a_launch_killed_with_its_locks_holds_others_off_and_its_rerun_takes_them_again(
     laptop: Project, tmp_path: Path
 ) -> None:

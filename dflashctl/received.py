@@ -12,7 +12,7 @@ import tarfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
 from dflashctl.errors import DflashctlError, MismatchError, RefusedError
 
@@ -22,8 +22,13 @@ _MAX_MANIFEST_BYTES = 64 << 20
 _CHUNK_BYTES = 1 << 20
 _SUSPECT = "nothing of it was kept; look at the container before you go on"
 _AGAIN = "run the same pull again; it brings only what is missing"
+_MAX_HEADER_BYTES = 1 << 16  # a long name; a real one is a few hundred bytes
 _ROOM = "make room or choose another --runs-dir, then run the same pull again"
 _NEWER = "install a newer dflashctl"
+_HEADERS = (
+    *(tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE),
+    *(tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK),
+)
 _NAME = re.compile(
     r"(?:(?:manifest|process|evaluation|exit|exit_\d+)\.json"
     r"|train_stdout_[A-Za-z][A-Za-z0-9_-]*\.log|runner_stderr\.log|metrics\.jsonl"
@@ -71,7 +76,7 @@ def unpack(
     """
     received = Received()
     try:
-        with tarfile.open(fileobj=stream, mode="r|") as archive:
+        with tarfile.open(fileobj=stream, mode="r|", tarinfo=_Member) as archive:
             for member in archive:
                 if received.manifest is not None:
                     raise MismatchError(
@@ -79,27 +84,53 @@ def unpack(
                         code="hostile-archive",
                         hint=_SUSPECT,
                     )
-                if member.isdir():
-                    continue
                 source = _open(archive, member)
                 if member.name == MANIFEST:
                     received.manifest = _read_manifest(source, member.size)
                     continue
                 name = _admit(member, received, max_bytes)
                 received.files[name] = _write(source, staging, name, on_bytes)
-    except (tarfile.TarError, EOFError) as error:
+    except (tarfile.TarError, EOFError, ValueError, RecursionError) as error:
+        # tarfile lets the last two through: numbers that are none, headers upon headers.
         raise MismatchError(
             f"the archive is damaged: {error}", code="bad-archive", hint=_AGAIN
         ) from error
     return received
 
 
+class _Member(tarfile.TarInfo):
+    """A member; headers, which tarfile reads into memory whatever their size, are bounded."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        """Return the header in ``buf``. Raises: MismatchError for one that no pull needs."""
+        member = super().frombuf(buf, encoding, errors)
+        most_bytes = _MAX_HEADER_BYTES if member.type in _HEADERS else member.size
+        if not 0 <= member.size <= most_bytes:
+            raise MismatchError(
+                f"{member.name!r} claims {member.size} bytes",
+                code="hostile-archive",
+                hint=_SUSPECT,
+            )
+        if member.type in (tarfile.GNUTYPE_SPARSE, tarfile.XGLTYPE):  # the latter add up
+            raise _not_regular(member)
+        return member
+
+    def _proc_gnusparse_10(self, *_: Any) -> None:
+        """Refuse a map of holes before it is read: tarfile's own reader has no bound."""
+        raise _not_regular(self)
+
+
+def _not_regular(member: tarfile.TarInfo) -> MismatchError:
+    return MismatchError(
+        f"{member.name!r} is not a regular file", code="hostile-archive", hint=_SUSPECT
+    )
+
+
 def _open(archive: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
     """Return the content of a regular file; anything else is refused."""
     if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or member.issparse():
-        raise MismatchError(
-            f"{member.name!r} is not a regular file", code="hostile-archive", hint=_SUSPECT
-        )
+        raise _not_regular(member)
     source = archive.extractfile(member)
     if source is None:
         raise MismatchError(f"{member.name!r} has no content", code="bad-archive", hint=_AGAIN)

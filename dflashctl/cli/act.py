@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dflashctl.cli.output import say, show, tell_trips, to_stderr
+from dflashctl.cli.output import relay, say, show, show_text, tell_trips
 from dflashctl.cli.staging import Sets, TrainFile, open_ways, train_config
 from dflashctl.cli.verb import Options, Verb, current, finite_seconds, parse_duration
 
@@ -63,8 +63,8 @@ def deploy(
     results, failures = [], []
     for place in places:
         try:
-            with closing(options.connect(place)) as transport:
-                result = run(transport, place, request, to_stderr)
+            with closing(options.connect(place)) as transport, relay() as on_output:
+                result = run(transport, place, request, on_output)
         except DflashctlError as error:
             if len(places) == 1:
                 raise
@@ -72,7 +72,7 @@ def deploy(
             continue
         results.append(result)
         if not options.json:
-            sys.stdout.write(deploy_text(result))
+            show_text(deploy_text(result))
         tell_trips(options, result.round_trips)
     if options.json:
         print_document(deploy_document(results, failures), ok=not failures)
@@ -127,16 +127,17 @@ def gpus(
         hosts = look_at_gpus(places, accept_new=options.accept_new, inside=inside)
         inside = False  # pct costs a node a second of a core: with --watch only the first time
         failed = [host for host in hosts if host.exit_code]
-        clear = "\x1b[H\x1b[J" if watch and sys.stdout.isatty() and not options.json else ""
-        text = clear + gpus_text(hosts)
-        show(options, {"hosts": [asdict(host) for host in hosts]}, text, ok=not failed)
+        if watch and sys.stdout.isatty() and not options.json:
+            sys.stdout.write("\x1b[H\x1b[J")
+        document = {"hosts": [asdict(host) for host in hosts]}
+        show(options, document, gpus_text(hosts), ok=not failed)
         if watch is None:
             break
         time.sleep(watch)
     for host in failed:
-        sys.stderr.write(f"error: {host.host}: {host.error}\n")
+        say(f"error: {host.host}: {host.error}")
         if host.hint:
-            sys.stderr.write(f"  hint: {host.hint}\n")
+            say(f"  hint: {host.hint}")
     if failed:
         partial = len(failed) < len(hosts)
         raise typer.Exit(6 if partial else max(host.exit_code for host in failed))
@@ -233,7 +234,7 @@ def stop(
     """Stop a run with a checkpoint, and say what was proven."""
     from dflashctl.operations.stop import StopRequest
     from dflashctl.operations.stop import stop as run
-    from dflashctl.render.receipts import stop_text
+    from dflashctl.render.receipts import stop_document, stop_text
     from trainer.contract.layout import Workspace
 
     options = current(ctx)
@@ -242,7 +243,7 @@ def stop(
     request = StopRequest(place.container, layout, grace, options.runs().token(tag))
     with open_ways(options, place) as ways:
         result = run(ways.inside, ways.node, request, say)
-    show(options, result, stop_text(result), ok=result.clean)
+    show(options, stop_document(result), stop_text(result), ok=result.clean)
     if not result.clean:
         raise typer.Exit(1)
 
@@ -283,8 +284,8 @@ def evaluate(  # noqa: PLR0913 - the options of a verb are its parameters
     }
     words = [str(w) for pair in given.items() if pair[1] is not None for w in pair]
     words += _weights(best=best, ema=ema)
-    with open_ways(options, options.place_of(tag)) as ways:
-        result = run(ways, EvaluateRequest(tag, prompts, words), to_stderr)
+    with open_ways(options, options.place_of(tag)) as ways, relay() as on_output:
+        result = run(ways, EvaluateRequest(tag, prompts, words), on_output)
     show(options, result, evaluate_text(result))
     tell_trips(options, result.round_trips)
 
@@ -297,8 +298,8 @@ def export(ctx: typer.Context, tag: Tag, *, best: Best = False, ema: Ema = False
     options = current(ctx)
     place = options.place_of(tag)
     layout = Workspace.at(place.container.workspace).run(tag)
-    with closing(options.connect(place)) as transport:
-        result = run(transport, layout, to_stderr, _weights(best=best, ema=ema))
+    with closing(options.connect(place)) as transport, relay() as on_output:
+        result = run(transport, layout, on_output, _weights(best=best, ema=ema))
     text = f"{place.label}  {tag} exported to {result.directory}\n  next: dflashctl pull {tag}\n"
     show(options, result, text)
 

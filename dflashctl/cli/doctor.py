@@ -101,7 +101,8 @@ def _mend(options: Options, request: "DoctorRequest", result: "DoctorResult") ->
             if not sys.stdin.isatty():
                 say(f"not done without --yes: {line}")
                 continue
-            if not typer.confirm(f"{line}\ndo it?", err=True):
+            say(line)
+            if not typer.confirm("do it?", err=True):
                 continue
         say(f"fixing {line}")
         try:

@@ -1,11 +1,10 @@
 """The verbs about the locks on GPUs: locks list, locks clear."""
 
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dflashctl.cli.output import show
+from dflashctl.cli.output import show, warn_text
 from dflashctl.cli.verb import Options, Verb, Verbs, current
 
 if TYPE_CHECKING:
@@ -62,7 +61,7 @@ def _end(options: Options, result: "LocksResult") -> None:
     if not result.failures:
         return
     if not options.json:
-        sys.stderr.write(failure_lines(result.failures))
+        warn_text(failure_lines(result.failures))
     hosts = {place.host.name for place in options.places()}
     worst = max(failure.exit_code for failure in result.failures)
     raise typer.Exit(6 if len(result.failures) < len(hosts) else worst)

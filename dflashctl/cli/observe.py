@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dflashctl.cli.output import say, show_text, warn_text
+from dflashctl.cli.retention import collect_garbage
 from dflashctl.cli.verb import Options, Verb, Verbs, current
 from dflashctl.errors import ExitCode
 
@@ -72,7 +74,7 @@ def logs(
     if ended is None:
         return int(ExitCode.OK)
     record = None if ended.record is None else vars(ended.record)
-    sys.stderr.write(f"run {tag} {outcome(ended.state, record)}\n")
+    say(f"run {tag} {outcome(ended.state, record)}")
     return _outcome_exit(ended)
 
 
@@ -92,9 +94,9 @@ def status(ctx: typer.Context, tag: MaybeTag = None) -> int:
     if options.json:
         print_document(found, ok=not found.failures and not failed)
     elif tag is not None:
-        typer.echo("\n".join(status_lines(run) for run in found.runs), nl=False)
+        show_text("\n".join(status_lines(run) for run in found.runs))
     else:
-        typer.echo(status_table(found.runs), nl=False)
+        show_text(status_table(found.runs))
     return _failure_exit(found.failures, len(places), quiet=options.json) or int(failed)
 
 
@@ -114,7 +116,7 @@ def list_runs(
     if options.json:
         print_document(found, ok=not found.failures)
     else:
-        typer.echo(runs_table(found.runs), nl=False)
+        show_text(runs_table(found.runs))
     return _failure_exit(found.failures, len(places), quiet=options.json)
 
 
@@ -147,7 +149,8 @@ def pull(
     else:
         names = "".join(f"  {name}\n" for name in result.received)
         came = f"{len(result.received)} files, {size(result.received_bytes)}"
-        typer.echo(f"{names}{came}; {len(result.unchanged)} unchanged; in {result.directory}")
+        unchanged = f"{len(result.unchanged)} unchanged"
+        show_text(f"{names}{came}; {unchanged}; in {result.directory}\n")
     return 0
 
 
@@ -155,8 +158,9 @@ def register(app: typer.Typer) -> None:
     """Add the observing verbs to ``app``."""
     for verb in (watch, logs, status, pull):
         app.command(cls=Verb)(verb)
-    runs = typer.Typer(cls=Verbs, help="List the runs that are known.", no_args_is_help=True)
+    runs = typer.Typer(cls=Verbs, help="List runs; free the disk they fill.", no_args_is_help=True)
     runs.command("list", cls=Verb)(list_runs)
+    runs.command("gc", cls=Verb)(collect_garbage)
     app.add_typer(runs, name="runs")
 
 
@@ -192,7 +196,7 @@ def _watch_live(options: Options, request: "WatchRequest") -> "Ended":
         ended = follow_run(
             request, options.connect, lambda item: screen.take(item, time.monotonic())
         )
-    typer.echo(receipt(view), nl=False)
+    show_text(receipt(view))
     return ended
 
 
@@ -202,9 +206,9 @@ def _watch_plain(options: Options, request: "WatchRequest") -> "Ended":
     from dflashctl.run_view import RunView
 
     view = RunView(request.tag, request.place.label)
-    lines = PlainWatch(view, lambda text: typer.echo(text, nl=False), sys.stderr.write)
+    lines = PlainWatch(view, show_text, warn_text)
     ended = follow_run(request, options.connect, lambda item: lines.take(item, time.monotonic()))
-    typer.echo(receipt(view), nl=False)
+    show_text(receipt(view))
     return ended
 
 
@@ -222,7 +226,7 @@ def _watch_json(options: Options, request: "WatchRequest") -> "Ended":
 
 
 def _tell(notice: "Notice") -> None:
-    sys.stderr.write(f"{notice.text}\n")
+    say(notice.text)
 
 
 def _outcome_exit(ended: "Ended") -> int:
@@ -245,7 +249,7 @@ def _failure_exit(failures: "Sequence[PlaceFailure]", num_places: int, *, quiet:
     if not failures:
         return int(ExitCode.OK)
     if not quiet:
-        sys.stderr.write(failure_lines(failures))
+        warn_text(failure_lines(failures))
     codes = {failure.exit_code for failure in failures}
     alike = len(failures) == num_places and len(codes) == 1
     return codes.pop() if alike else int(ExitCode.PARTIAL)

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dflashctl.cli.output import say, show, tell_trips, to_stderr
+from dflashctl.cli.output import relay, say, show, tell_trips, warn_text
 from dflashctl.cli.staging import Sets, TrainFile, open_ways, train_config
 from dflashctl.cli.verb import Verb, Verbs, current
 
@@ -49,8 +49,8 @@ def check(
     request = CheckRequest(Code.of(build_bundle()), config, tuple(sys.argv), fast)
     if not fast:
         say("checking; the target is loaded first")
-    with open_ways(options, place) as ways:
-        result = run(ways, request, to_stderr)
+    with open_ways(options, place) as ways, relay() as on_output:
+        result = run(ways, request, on_output)
     show(options, result, check_text(result), ok=result.check.ok)
     tell_trips(options, result.round_trips)
     if not result.check.ok:
@@ -73,10 +73,10 @@ def warmup(ctx: typer.Context, train: TrainFile = None, sets: Sets = None) -> No
     code = Code.of(build_bundle())
 
     def tell(report: dict[str, Any]) -> None:
-        sys.stderr.write(warmup_progress(report))
+        warn_text(warmup_progress(report))
 
-    with open_ways(options, place) as ways:
-        result = warm_up(ways, code, config, tuple(sys.argv), to_stderr, tell)
+    with open_ways(options, place) as ways, relay() as on_output:
+        result = warm_up(ways, code, config, tuple(sys.argv), on_output, tell)
     show(options, result, warmup_text(result))
     tell_trips(options, result.round_trips)
 
@@ -103,8 +103,8 @@ def doctor(
     place = options.place()
     config = train_config(options, place, train, sets)
     request = DoctorRequest(Code.of(build_bundle()), config, tuple(sys.argv), samples)
-    with open_ways(options, place) as ways:
-        result = look_at_data(ways, request, to_stderr)
+    with open_ways(options, place) as ways, relay() as on_output:
+        result = look_at_data(ways, request, on_output)
     show(options, doctor_document(result), doctor_text(result), ok=result.ok)
     tell_trips(options, result.round_trips)
     if not result.ok:

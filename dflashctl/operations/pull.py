@@ -79,6 +79,10 @@ def pull(
     try:
         had = _scan(request.directory, request.what) | _scan(staging, request.what)
         received = _receive(transport, request, staging, had, on_bytes)
+    except MismatchError as error:
+        if error.code == "hostile-archive":  # what came before it is of the same sender
+            shutil.rmtree(staging, ignore_errors=True)
+        raise
     finally:
         transport.close()
         for directory in (staging, request.directory):

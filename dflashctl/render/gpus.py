@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from dflashctl.gpu_locks import Lock
 from dflashctl.operations.gpus import GpuRow, HostGpus
 from dflashctl.operations.locks import HostLock, LocksResult
 from dflashctl.render.tables import format_table
@@ -70,10 +71,11 @@ def cleared_text(locks: Sequence[HostLock]) -> str:
 def locks_document(result: LocksResult) -> Mapping[str, Any]:
     """Return the document of ``locks``; the tokens stay out of it."""
     return {
-        "locks": [{"node": one.node, **_public(asdict(one.lock))} for one in result.locks],
+        "locks": [{"node": one.node, **public_lock(one.lock)} for one in result.locks],
         "failures": [asdict(failure) for failure in result.failures],
     }
 
 
-def _public(lock: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in lock.items() if key != "token"}
+def public_lock(lock: Lock) -> dict[str, Any]:
+    """Return a lock without its token, by which it could be let go."""
+    return {key: value for key, value in asdict(lock).items() if key != "token"}

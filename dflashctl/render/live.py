@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from dflashctl.event_stream import Item
+from dflashctl.render.failure import safe_text
 from dflashctl.render.runs import evaluation_text, ktok, progress
 from dflashctl.render.tables import duration, figure, size
 from dflashctl.run_view import RunView
@@ -25,14 +26,16 @@ Line = tuple[str, str]  # text and style
 
 def screen_lines(view: RunView, mono_s: float, width: int, height: int) -> list[Line]:
     """Return the picture as at most ``height`` lines; the log takes what the figures leave."""
-    fixed = [
+    told = [
         *_head(view, width),
         *_figures(view, mono_s, width),
         *_memory(view, width),
         *[(f"! {alert.text}", "bold red") for alert in view.alerts(mono_s)],
         *[(f"warning: {text}", "yellow") for text in view.warnings],
         *[(text, "dim") for text in view.notes],
-    ][:height]
+    ]
+    # Words of the trainer and of the links; the log's lines are clean already.
+    fixed = [(safe_text(text.replace("\n", " ")), style) for text, style in told][:height]
     room = height - len(fixed) - 1
     if room < 1:
         return fixed

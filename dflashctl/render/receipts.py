@@ -13,6 +13,7 @@ from dflashctl.operations.push import PushResult
 from dflashctl.operations.stop import StopResult
 from dflashctl.operations.warmup import WarmupResult
 from dflashctl.render.failure import failure_fields
+from dflashctl.render.gpus import public_lock
 from dflashctl.render.tables import size
 from trainer.contract.manifest import Manifest
 
@@ -134,6 +135,11 @@ def stop_text(result: StopResult) -> str:
     if result.locks_kept:
         lines.append(f"  GPU locks        STILL HELD: {result.locks_kept[0].why}")
     return "\n".join(lines) + "\n"
+
+
+def stop_document(result: StopResult) -> dict[str, Any]:
+    """Return the document of ``stop``; the tokens of locks stay out of it."""
+    return asdict(result) | {"locks_kept": [public_lock(lock) for lock in result.locks_kept]}
 
 
 def warmup_progress(report: dict[str, Any]) -> str:

@@ -27,6 +27,7 @@ _AFTER_INTERRUPTION = {
     "deploy": "; type the same again, it completes what is missing",
     "push": "; type the same again, it completes what is missing",
     "pull": "; type the same again, it goes on where this one stopped",
+    "gc": "; what was begun there may go on; type the same again for the rest",
 }
 
 

@@ -17,6 +17,7 @@ from dflashctl.operations.data_doctor import DoctorResult
 from dflashctl.operations.deploy import DeployResult
 from dflashctl.operations.evaluate import EvaluateResult
 from dflashctl.operations.export import ExportResult
+from dflashctl.operations.gc import GcOutcome, GcPlan, GcResult
 from dflashctl.operations.gpus import HostGpus
 from dflashctl.operations.init import InitResult
 from dflashctl.operations.launch import LaunchResult
@@ -30,6 +31,7 @@ from dflashctl.render.failure import SCHEMA
 from dflashctl.render.gpus import locks_document
 from dflashctl.render.plain import stream_line
 from dflashctl.render.receipts import doctor_document, stop_document
+from dflashctl.render.retention import gc_document
 from dflashctl.run_status import PlaceFailure, RunStatus, Statuses
 from tests.dflashctl.act.conftest import REPOSITORY, Project
 from trainer.contract.exit_record import ExitRecord
@@ -169,6 +171,12 @@ def test_documents_that_are_no_dataclass_are_as_documented() -> None:
     report = Report(findings=[Finding("problem", "name", "what", "where", "fix")]).to_dict()
     looked = doctor_document(DoctorResult("here/self", "ab", report, 2))
     assert differs("data doctor", head | looked) == NOTHING
+    item = {"path": "p", "kind": "release", "num_bytes": 1, "why": "w", "state": "", "lock": None}
+    gone, stays = {"path": "p", "num_bytes": 1}, {"path": "p", "why": "w"}
+    plan = GcPlan("here/self", "/w", (item,), (stays,), 1)
+    outcome = GcOutcome("here/self", (gone,), (stays,), (stays,), 2)
+    told = gc_document(GcResult((plan,), (outcome,), ()), dry_run=False)
+    assert differs("runs gc", head | told) == NOTHING
 
 
 def test_tokens_of_locks_are_in_no_document() -> None:

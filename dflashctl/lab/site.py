@@ -32,12 +32,14 @@ from dflashctl.lab.state import (
     SUPERVISOR,
     SiteState,
     live_pids,
+    recorded_pids,
     wait_for_sshd,
     write_json,
 )
 
 _START_S = 60.0
 _END_S = 20.0
+_LET_GO_S = 5.0
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -242,7 +244,14 @@ class Lab:
     def _clear_leftovers(self) -> None:
         if not self.state.exists():
             return
-        claim = take(self.state)
+        # A killed site lets go a moment after the processes that it has recorded are gone.
+        deadline_s = time.monotonic() + _LET_GO_S
+        while (claim := take(self.state)) is None and time.monotonic() < deadline_s:
+            if not self.state.exists():
+                return
+            if recorded_pids(self.state):
+                break
+            time.sleep(_LET_GO_S / 100)
         if claim is None:
             raise LabError(
                 f"another process is using {self.state}",

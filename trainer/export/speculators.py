@@ -16,7 +16,7 @@ from transformers import Qwen3Config
 
 from trainer.errors import CheckpointError
 from trainer.export.target_files import TargetFiles
-from trainer.export.zlab import block_causality, draft_config, export_config
+from trainer.export.zlab import block_causality, draft_config, export_config, qwen3_sizes
 from trainer.model.draft import DraftConfig
 from trainer.model.masks import FULL, SLIDING
 
@@ -243,22 +243,12 @@ def draft_of(raw: Mapping[str, Any], num_target_layers: int) -> DraftConfig:
     layers = layer_config(raw)
     rope = layers.get("rope_parameters") or {}
     return DraftConfig(
-        hidden_size=layers["hidden_size"],
-        intermediate_size=layers["intermediate_size"],
-        num_draft_layers=layers["num_hidden_layers"],
-        num_attention_heads=layers["num_attention_heads"],
-        num_key_value_heads=layers["num_key_value_heads"],
-        head_dim=layers["head_dim"],
-        rms_norm_eps=layers["rms_norm_eps"],
+        **qwen3_sizes(layers),
         rope_theta=float(rope.get("rope_theta") or layers["rope_theta"]),
-        max_position_embeddings=layers["max_position_embeddings"],
-        vocab_size=layers["vocab_size"],
         block_size=raw["block_size"],
         mask_token_id=raw["mask_token_id"],
         target_layer_ids=tuple(i - 1 for i in raw["aux_hidden_state_layer_ids"]),
         num_target_layers=num_target_layers,
-        layer_types=tuple(layers["layer_types"]),
-        sliding_window=layers.get("sliding_window"),
         sliding_window_non_causal=bool(raw.get("sliding_window_non_causal")),
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or layers["dtype"]),
     )

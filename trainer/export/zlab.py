@@ -199,22 +199,12 @@ def draft_config(raw: Mapping[str, Any], where: Path) -> DraftConfig:
         theta = raw.get("rope_theta") or raw["rope_parameters"]["rope_theta"]
         variant = variant_of(raw)
         config = DraftConfig(
-            hidden_size=raw["hidden_size"],
-            intermediate_size=raw["intermediate_size"],
-            num_draft_layers=raw["num_hidden_layers"],
-            num_attention_heads=raw["num_attention_heads"],
-            num_key_value_heads=raw["num_key_value_heads"],
-            head_dim=raw["head_dim"],
-            rms_norm_eps=raw["rms_norm_eps"],
+            **qwen3_sizes(raw),
             rope_theta=float(theta),
-            max_position_embeddings=raw["max_position_embeddings"],
-            vocab_size=raw["vocab_size"],
             block_size=method.get("block_size") or raw["block_size"],
             mask_token_id=method["mask_token_id"],
             target_layer_ids=tuple(method["target_layer_ids"]),
             num_target_layers=raw["num_target_layers"],
-            layer_types=tuple(raw["layer_types"]),
-            sliding_window=raw.get("sliding_window"),
             causal=causal.get(FULL, False),
             sliding_window_non_causal=not causal.get(SLIDING, True),
             variant=variant.name,
@@ -227,6 +217,22 @@ def draft_config(raw: Mapping[str, Any], where: Path) -> DraftConfig:
         raise CheckpointError(f"{where}: not a DFlash configuration ({error})") from error
     check_kinds(config, where)
     return config
+
+
+def qwen3_sizes(layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of DraftConfig that the keys of a Qwen3 configuration tell.
+
+    Raises: KeyError or TypeError.
+    """
+    same = (
+        *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
+        *("head_dim", "rms_norm_eps", "max_position_embeddings", "vocab_size"),
+    )
+    return {name: layers[name] for name in same} | {
+        "num_draft_layers": layers["num_hidden_layers"],
+        "layer_types": tuple(layers["layer_types"]),
+        "sliding_window": layers.get("sliding_window"),
+    }
 
 
 def check_kinds(config: DraftConfig, where: Path) -> None:

@@ -110,6 +110,7 @@ def check_batching(target: Target, batching: str) -> BatchingFinding:
         together = target.document_features(documents, batching)
         beside = target.document_features([other, *documents[1:]], batching)
         found = _worst(alone, together), _worst(together[1:], beside[1:])
+    # NotImplementedError: torch's word for an operation that this device does not have.
     except (TargetError, ValueError, TypeError, NotImplementedError) as caught:
         error = " ".join(str(caught).split())
     return BatchingFinding(

@@ -189,6 +189,7 @@ def test_user_with_a_sudo_rule_enters_by_sudo(
     place: Place, open_way: OpenWay, lab_site: Lab
 ) -> None:
     if lab_site.in_host("kpro6", ["sudo", "-V"]).returncode != 0:
+        assert os.environ.get("CI") != "true", "tools/setup installs sudo"
         pytest.skip("sudo is not installed")
     address = place.host.address.replace("root@", "ops@")
     as_user = dataclasses.replace(place, host=dataclasses.replace(place.host, address=address))

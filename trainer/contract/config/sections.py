@@ -1,0 +1,213 @@
+"""The sections of the training configuration: every setting, what it means and its default."""
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+# Published with the method for these block sizes; others must be set (arXiv 2602.06036).
+POSITION_DECAY = {8: 4.0, 10: 5.0, 16: 7.0}
+VARIANTS = ("dflash", "dflash2", "domino")  # each a module of trainer.model.variants
+LOSSES = ("decay", "dpace")
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    """The frozen large model.
+
+    path: directory in the container or hub id. revision: hub revision. dtype: float32 or bfloat16.
+    cache_bytes: host memory for hidden states of samples already seen (0: none). batching: how a
+    forward joins documents: rows (right-padded, of similar length), packed (one row, refused when
+    a self-test at the start finds a leak) or auto (packed where every layer is full attention and
+    the self-test passes, else rows). forward_tokens: tokens of one forward, padding included.
+    """
+
+    path: str = ""
+    revision: str | None = None
+    dtype: str = "bfloat16"
+    cache_bytes: int = 0
+    batching: str = "auto"
+    forward_tokens: int = 32768
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which samples, and how they are laid out.
+
+    path: JSONL of chats in the container, or a directory that trainer prepare made with the same
+    max_length. max_length: tokens a sample keeps. token_budget: tokens
+    of one micro-batch, padding included. max_batch_size: samples of one micro-batch. packing: True
+    lays samples one after another in a single row of token_budget tokens, False gives each its own
+    right-padded row. max_anchors: anchors of a row.
+    """
+
+    path: str = ""
+    max_length: int = 3072
+    token_budget: int = 49152
+    max_batch_size: int = 64
+    packing: bool = True
+    max_anchors: int = 1024
+
+
+@dataclass(frozen=True)
+class DraftModelConfig:
+    """The draft network; None takes the value of the target's text configuration.
+
+    target_layer_ids: 0-based layers whose output is tapped; None applies the published formula to
+    num_taps. mask_token_id: an embedding row that never occurs in data. layer_types: per layer
+    full_attention or sliding_attention; None is full everywhere. causal: True lets a slot see only
+    itself and earlier slots of its block; engines run sliding layers so in any case, unless
+    sliding_window_non_causal says otherwise. normalise_taps: divide each tap by its own RMS,
+    measured once on the first samples; folded into fc on export.
+
+    variant: dflash; dflash2 (conv_group_size: channels that share a kernel; selector_rank and
+    selector_top_k: width of the codebooks, candidates of a slot; the published ones have sliding
+    layers that are not causal); domino (gru_hidden_dim: state over the block's earlier tokens;
+    emb_dim: rank of the correction of the logits).
+    """
+
+    num_draft_layers: int = 5
+    block_size: int = 16
+    mask_token_id: int = -1
+    target_layer_ids: tuple[int, ...] | None = None
+    num_taps: int = 5
+    intermediate_size: int | None = None
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    layer_types: tuple[str, ...] | None = None
+    sliding_window: int | None = None
+    causal: bool = False
+    sliding_window_non_causal: bool = False
+    normalise_taps: bool = False
+    dtype: str = "bfloat16"
+    variant: str = "dflash"
+    conv_group_size: int = 16
+    selector_rank: int = 256
+    selector_top_k: int = 16
+    gru_hidden_dim: int = 1024
+    emb_dim: int = 256
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """Weighted cross-entropy of the drafted slots.
+
+    name: decay weighs slot k by exp(-(k - 1) / position_decay), where None takes the published
+    value of the block size; dpace weighs it by the draft's own confidence in the slots up to it,
+    smoothed by dpace_alpha (arXiv 2605.18810). selector_weight: share of dflash2's selector loss.
+    base_decay_frac: part of the steps over which domino's weight of the uncorrected logits falls
+    from 1 to 0. head_sample: 0 uses the whole head; n uses the rows of the batch's labels and n
+    random ones (training only, evaluation always uses the whole head). chunk_rows: rows of logits
+    that exist at one time.
+    """
+
+    name: str = "decay"
+    position_decay: float | None = None
+    dpace_alpha: float = 0.5
+    selector_weight: float = 1.0
+    base_decay_frac: float = 0.5
+    head_sample: int = 0
+    chunk_rows: int = 2048
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """Optimiser and schedule: cosine from lr to lr * min_lr_frac after a linear warm-up.
+
+    name: adamw, or muon for the matrices of the layers with adamw (adamw_lr) for the rest.
+    ema_decay: of an fp32 average of the weights, kept beside them (0.999, say); None keeps none.
+    """
+
+    name: str = "adamw"
+    lr: float = 6e-4
+    adamw_lr: float | None = None
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    warmup_frac: float = 0.04
+    min_lr_frac: float = 0.0
+    clip_norm: float = 1.0
+    grad_accumulation: int = 1
+    epochs: float = 6.0
+    max_steps: int | None = None
+    ema_decay: float | None = None
+
+
+@dataclass(frozen=True)
+class CompileConfig:
+    """torch.compile and its gate.
+
+    mode: auto (on for CUDA, off for CPU), on or off. gate: on, or off as an experiment that the
+    manifest and the events mark. watchdog_s: seconds after which a compile or a worker without
+    progress is reported with every thread's stack; limit_s: seconds after which the run ends.
+    """
+
+    mode: str = "auto"
+    gate: str = "on"
+    watchdog_s: float = 120.0
+    limit_s: float = 1800.0
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Greedy speculative decoding of held-out prompts while the run trains.
+
+    every_steps: None never does it; the last step is then measured as well. prompts: JSONL files of
+    chats in the container by the name of the data set; one path alone is named after its file.
+    num_prompts: of each data set, the first ones. The checkpoint with the best acceptance length
+    is kept beside the newest.
+    """
+
+    every_steps: int | None = None
+    prompts: dict[str, str] = field(default_factory=dict)
+    num_prompts: int = 32
+    max_new_tokens: int = 128
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """How the process behaves.
+
+    device: cuda, or cpu (every GPU role then becomes a thread on the CPU). queue_depth: batches of
+    hidden states between target and drafter threads. cpu_threads: intra-op threads of each worker
+    on a CPU, None leaves torch's choice. checkpoint_every_steps and keep_checkpoints rotate;
+    log_every_steps sets how often a step event is written. export_weights: what the export at the
+    end holds, the last weights (raw), their average (ema) or the best measured (best). log_samples:
+    write which samples each step trained on to samples.jsonl.
+    """
+
+    device: str = "cuda"
+    queue_depth: int = 4
+    cpu_threads: int | None = None
+    checkpoint_every_steps: int = 500
+    keep_checkpoints: int = 3
+    log_every_steps: int = 1
+    export_at_end: bool = True
+    export_weights: str = "raw"
+    log_samples: bool = False
+
+
+@dataclass(frozen=True)
+class Sections:
+    """All settings; TrainConfig adds their check."""
+
+    target: TargetConfig = field(default_factory=TargetConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    draft: DraftModelConfig = field(default_factory=DraftModelConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    seed: int = 0
+
+    @property
+    def position_decay(self) -> float:
+        """Gamma of the decay loss, from the configuration or the published table; else inf."""
+        if self.loss.name != "decay":
+            return math.inf
+        chosen = self.loss.position_decay
+        return POSITION_DECAY[self.draft.block_size] if chosen is None else chosen
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain dictionaries and lists, as the manifest stores them."""
+        return asdict(self)

@@ -1,12 +1,15 @@
 """The hidden-state channel between target and drafter threads: bounded, ordered, carries failures.
 
-Target threads finish batches out of order; each drafter asks for the index it needs. A batch waits
-here only when it is near enough to the next one needed, so that a fast target thread cannot fill
-the memory with batches nobody can use yet.
+Target threads claim indices, finish them out of order and hand them over; each drafter asks for the
+index it needs. A batch waits here only when it is near enough to the next one needed and there is
+room for its bytes, so that a fast target thread cannot fill the memory with batches nobody can use
+yet. What a thread claimed and cannot make goes back to the others.
 """
 
+import heapq
 import threading
 import time
+from collections.abc import Iterable
 from typing import Generic, TypeVar
 
 from trainer.errors import ChannelClosedError, WorkerError
@@ -16,18 +19,35 @@ _WAIT_S = 1.0
 
 
 class OrderedChannel(Generic[T]):
-    """Hands over items by index; every index from ``first`` on is put once and taken once.
+    """Hands over items by index; every index from ``first`` to ``stop`` is put once and taken once.
+
+    capacity: how far ahead of the next needed an item may be. max_bytes: of the items that wait,
+    beside the next needed, which is always let in. makers: threads that claim indices.
 
     Deadlock-free for any number of threads on both sides when the takers ask for indices in a
-    globally agreed order: the lowest index not yet taken never waits for room.
+    globally agreed order, and each maker hands over the lowest index it holds first: the lowest
+    index not yet taken never waits for room.
     """
 
-    def __init__(self, capacity: int, first: int = 0) -> None:
-        self._capacity = capacity
+    def __init__(
+        self,
+        capacity: int,
+        first: int = 0,
+        *,
+        stop: int | None = None,
+        max_bytes: int | None = None,
+        makers: int = 1,
+    ) -> None:
+        self._capacity, self._max_bytes = capacity, max_bytes
         self._condition = threading.Condition(threading.Lock())
         self._items: dict[int, T] = {}
+        self._sizes: dict[int, int] = {}  # bytes of what is here or has been let in
         self._next_needed = first  # the lowest index that nobody has taken
         self._taken_ahead: set[int] = set()
+        self._next_claim, self._stop = first, stop
+        self._returned: list[int] = []  # a heap: claimed by a thread that then failed
+        self._claimed: set[int] = set()  # and not handed over yet
+        self._makers = makers
         self._closed = False
         self._failure: tuple[str, BaseException] | None = None
         self._put_wait_s = 0.0
@@ -39,6 +59,12 @@ class OrderedChannel(Generic[T]):
         return len(self._items)
 
     @property
+    def size_bytes(self) -> int:
+        """Bytes of the items that wait, and of those let in that are on their way."""
+        with self._condition:
+            return sum(self._sizes.values())
+
+    @property
     def put_wait_s(self) -> float:
         """Seconds that putters waited for room, all together: the drafters were the slower side."""
         return self._put_wait_s
@@ -48,22 +74,59 @@ class OrderedChannel(Generic[T]):
         """Seconds that getters waited for an item: the target threads were the slower side."""
         return self._get_wait_s
 
-    def put(self, index: int, item: T) -> None:
-        """Hand over an item; blocks while it is ``capacity`` or more ahead of the next needed.
+    def claim(self, *, wait: bool = True) -> int | None:
+        """Return an index to make, each once, first those that were given back; None at the end.
 
-        Raises: WorkerError with the first failure of any thread, ChannelClosedError after close.
+        The end is when every index has been handed over: until then another thread may fail and
+        give its own back. ``wait=False`` returns None at once when there is nothing to claim now;
+        a thread that holds a claimed index must ask so, or it waits for itself.
+
+        Raises: WorkerError with the first failure of any thread.
         """
-        began = time.monotonic()
         with self._condition:
             while True:
                 self._check()
-                if self._closed:
-                    raise ChannelClosedError(f"the channel was closed before item {index}")
-                if index < self._next_needed + self._capacity:
-                    break
+                index = None if self._closed else self._claimable()
+                if index is not None:
+                    self._claimed.add(index)
+                    return index
+                if self._closed or not wait or not self._claimed:
+                    return None
                 self._condition.wait(_WAIT_S)
-            self._put_wait_s += time.monotonic() - began
+
+    def retire(self, indices: Iterable[int]) -> bool:
+        """Give back what a failed maker claimed; False when no other maker is left to take it."""
+        with self._condition:
+            self._makers -= 1
+            for index in indices:
+                if index in self._claimed:
+                    self._claimed.remove(index)
+                    self._sizes.pop(index, None)
+                    heapq.heappush(self._returned, index)
+            self._condition.notify_all()
+            return self._makers > 0
+
+    def admit(self, index: int, size_bytes: int = 0) -> bool:
+        """Wait for room for an item and keep it; the item is put afterwards.
+
+        Returns False, with nothing kept, when an index was given back meanwhile: the caller should
+        claim and make that one before it waits again, for it may be the next needed.
+
+        Raises: WorkerError with the first failure of any thread, ChannelClosedError after close.
+        """
+        return self._keep_room(index, size_bytes, yields=True)
+
+    def put(self, index: int, item: T, size_bytes: int = 0) -> None:
+        """Hand over an item; waits for room unless ``admit`` has kept it.
+
+        Raises: WorkerError with the first failure of any thread, ChannelClosedError after close.
+        """
+        if index not in self._sizes:
+            self._keep_room(index, size_bytes, yields=False)
+        with self._condition:
+            self._check()
             self._items[index] = item
+            self._claimed.discard(index)
             self._condition.notify_all()
 
     def get(self, index: int) -> T:
@@ -82,6 +145,7 @@ class OrderedChannel(Generic[T]):
             self._check()
             self._get_wait_s += time.monotonic() - began
             item = self._items.pop(index)
+            del self._sizes[index]
             self._taken_ahead.add(index)
             while self._next_needed in self._taken_ahead:
                 self._taken_ahead.remove(self._next_needed)
@@ -101,6 +165,39 @@ class OrderedChannel(Generic[T]):
             if self._failure is None:
                 self._failure = (thread, error)
             self._condition.notify_all()
+
+    def _claimable(self) -> int | None:
+        if self._returned:
+            return heapq.heappop(self._returned)
+        if self._stop is not None and self._next_claim >= self._stop:
+            return None
+        self._next_claim += 1
+        return self._next_claim - 1
+
+    def _keep_room(self, index: int, size_bytes: int, *, yields: bool) -> bool:
+        began = time.monotonic()
+        with self._condition:
+            while True:
+                self._check()
+                if self._closed:
+                    raise ChannelClosedError(f"the channel was closed before item {index}")
+                if self._has_room(index, size_bytes):
+                    self._sizes[index] = size_bytes
+                    break
+                if yields and self._returned:
+                    break
+                self._condition.wait(_WAIT_S)
+            self._put_wait_s += time.monotonic() - began
+            return index in self._sizes
+
+    def _has_room(self, index: int, size_bytes: int) -> bool:
+        if index <= self._next_needed:
+            return True
+        if index >= self._next_needed + self._capacity:
+            return False
+        if self._max_bytes is None:
+            return True
+        return sum(self._sizes.values()) + size_bytes <= self._max_bytes
 
     def _check(self) -> None:
         if self._failure is not None:

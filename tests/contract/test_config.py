@@ -147,6 +147,7 @@ def test_configuration_that_is_no_mapping_is_refused() -> None:
         ("optim", {"max_steps": 0}, "optim.max_steps: expected at least 1"),
         ("run", {"device": "tpu"}, "run.device: expected one of cuda, cpu, got 'tpu'"),
         ("run", {"queue_depth": 0}, "run.queue_depth: expected at least 1"),
+        ("run", {"queue_bytes": -1}, "run.queue_bytes: expected at least 0"),
         ("run", {"cpu_threads": 0}, "run.cpu_threads: expected 1 to 256"),
         ("run", {"cpu_threads": 100_000}, "run.cpu_threads: expected 1 to 256"),
         ("run", {"keep_checkpoints": 0}, "run.keep_checkpoints: expected at least 1"),

@@ -3,6 +3,8 @@
 import random
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -116,3 +118,115 @@ def test_stress_every_item_arrives_once_at_the_thread_that_asked(
     for rank in range(num_getters):
         assert taken[rank] == [i * 3 for i in range(rank, num_items, num_getters)]
     assert 1 <= deepest[0] <= capacity
+
+
+def _in_a_thread(body: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=body, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_bytes_bound_the_queue_but_the_next_needed_is_always_let_in() -> None:
+    channel: OrderedChannel[int] = OrderedChannel(10, max_bytes=100)
+    channel.put(1, 1, 60)
+    channel.put(0, 0, 500)  # next needed: let in, whatever its size
+    assert (channel.depth, channel.size_bytes) == (2, 560)
+    done = threading.Event()
+
+    def put_two() -> None:
+        channel.put(2, 2, 60)
+        done.set()
+
+    thread = _in_a_thread(put_two)
+    assert channel.get(0) == 0
+    assert not done.wait(0.2)  # 60 bytes wait, 60 more do not fit
+    assert channel.get(1) == 1
+    assert done.wait(5)
+    thread.join(5)
+    assert channel.size_bytes == 60
+
+
+def test_every_index_is_claimed_once_and_the_end_comes_when_all_are_put() -> None:
+    channel: OrderedChannel[int] = OrderedChannel(10, 3, stop=6, makers=2)
+    assert [channel.claim(wait=False) for _ in range(4)] == [3, 4, 5, None]
+    ends: list[int | None] = []
+    thread = _in_a_thread(lambda: ends.append(channel.claim()))  # 3, 4 and 5 may yet come back
+    for index in (4, 3):
+        channel.put(index, index)
+    thread.join(0.1)
+    assert ends == []
+    channel.put(5, 5)
+    thread.join(5)
+    assert ends == [None]
+
+
+def test_what_a_failed_maker_claimed_is_claimed_by_another_first() -> None:
+    channel: OrderedChannel[int] = OrderedChannel(10, stop=8, makers=2)
+    assert [channel.claim() for _ in range(4)] == [0, 1, 2, 3]
+    channel.put(2, 2)
+    assert channel.retire([3, 1, 2])  # 2 is here already
+    assert [channel.claim() for _ in range(3)] == [1, 3, 4]
+    assert not channel.retire([1, 3, 4])  # nobody is left
+
+
+def test_maker_that_waits_for_room_is_told_of_an_index_given_back() -> None:
+    """Else all would wait: the one that holds a late index, and the drafter for the early one."""
+    channel: OrderedChannel[int] = OrderedChannel(2, stop=9, makers=2)
+    assert [channel.claim() for _ in range(4)] == [0, 1, 2, 3]
+    admitted: list[bool] = []
+    thread = _in_a_thread(lambda: admitted.append(channel.admit(3, 10)))
+    assert channel.retire([0])
+    thread.join(5)
+    assert admitted == [False]
+    assert channel.size_bytes == 0
+    assert channel.claim(wait=False) == 0
+
+
+def test_closing_ends_the_claims_and_a_failure_is_told_to_who_claims() -> None:
+    channel: OrderedChannel[int] = OrderedChannel(2, stop=9)
+    channel.close()
+    assert channel.claim() is None
+    channel.fail("drafter-0", ValueError("no"))
+    with pytest.raises(WorkerError, match="thread drafter-0: ValueError: no"):
+        channel.claim()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_stress_makers_that_fail_lose_nothing_and_bytes_stay_within_bounds(seed: int) -> None:
+    num_items, num_makers, max_bytes, largest = 300, 6, 50, 30
+    channel: OrderedChannel[int] = OrderedChannel(
+        5, stop=num_items, max_bytes=max_bytes, makers=num_makers
+    )
+    most = [0]
+    taken: list[list[int]] = [[], []]
+
+    def make(number: int) -> None:
+        rng = random.Random(seed * 100 + number)
+        held: dict[int, int] = {}
+        while True:
+            index = channel.claim(wait=not held)
+            if index is not None:
+                if number and rng.random() < 0.01:  # all but the first may fail
+                    assert channel.retire([*held, index])
+                    return
+                held[index] = rng.randrange(largest)
+                if len(held) == 1 and rng.random() < 0.5:
+                    continue  # runs ahead by one
+            if not held:
+                return
+            lowest = min(held)
+            if channel.admit(lowest, held[lowest]):
+                most[0] = max(most[0], channel.size_bytes)
+                channel.put(lowest, lowest * 3)
+                del held[lowest]
+
+    def take(rank: int) -> None:
+        taken[rank].extend(channel.get(index) for index in range(rank, num_items, 2))
+
+    threads = [_in_a_thread(partial(make, number)) for number in range(num_makers)]
+    threads += [_in_a_thread(partial(take, rank)) for rank in range(2)]
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert taken == [[i * 3 for i in range(rank, num_items, 2)] for rank in range(2)]
+    assert most[0] <= max_bytes + largest  # the next needed comes on top

@@ -131,6 +131,7 @@ def _run_rules(run: RunConfig, compilation: CompileConfig) -> list[_Rule]:
     watchdog_s, limit_s = compilation.watchdog_s, compilation.limit_s
     return [
         _at_least("run.queue_depth", run.queue_depth, 1),
+        _at_least("run.queue_bytes", run.queue_bytes, 0),
         (
             run.cpu_threads is None or 1 <= run.cpu_threads <= _MAX_CPU_THREADS,
             "run.cpu_threads",

@@ -167,16 +167,19 @@ class EvaluationConfig:
 class RunConfig:
     """How the process behaves.
 
-    device: cuda, or cpu (every GPU role then becomes a thread on the CPU). queue_depth: batches of
-    hidden states between target and drafter threads. cpu_threads: intra-op threads of each worker
-    on a CPU, None leaves torch's choice. checkpoint_every_steps and keep_checkpoints rotate;
-    log_every_steps sets how often a step event is written. export_weights: what the export at the
-    end holds, the last weights (raw), their average (ema) or the best measured (best). log_samples:
-    write which samples each step trained on to samples.jsonl.
+    device: cuda, or cpu (every GPU role then becomes a thread on the CPU). queue_depth: how many
+    batches the target threads may be ahead of the drafters (at least one a drafter). queue_bytes:
+    of the hidden states that wait, all together; the batch needed next is let in in any case.
+    cpu_threads: intra-op threads of each worker on a CPU, None leaves torch's choice.
+    checkpoint_every_steps and keep_checkpoints rotate; log_every_steps sets how often a step event
+    is written. export_weights: what the export at the end holds, the last weights (raw), their
+    average (ema) or the best measured (best). log_samples: write which samples each step trained
+    on to samples.jsonl.
     """
 
     device: str = "cuda"
     queue_depth: int = 4
+    queue_bytes: int = 8_000_000_000
     cpu_threads: int | None = None
     checkpoint_every_steps: int = 500
     keep_checkpoints: int = 3

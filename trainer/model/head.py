@@ -1,9 +1,11 @@
 """Cross-entropy against a frozen head: the whole logits never exist.
 
 The gradient with respect to the hidden states is made chunk by chunk in the forward, where a
-chunk's logits are at hand anyway, and only scaled in the backward.
+chunk's logits are at hand anyway, and only scaled in the backward. All chunks use the same memory.
 """
 
+import functools
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +17,15 @@ from torch import Tensor
 # (cross-entropies [m], given weights [m]) -> weights [m]; the rows are whole blocks.
 Weigh = Callable[[Tensor, Tensor], Tensor]
 
+_ROW_UNIT = 16  # elements; every row of logits begins aligned, whatever the vocabulary
+
 
 @dataclass(frozen=True)
 class Kernels:
-    """The work on a chunk's logits in two passes, compiled where the draft is.
+    """The work on a chunk's logits in two passes: Triton's on CUDA, else compiled as the draft is.
 
     score: (logits, labels) -> entropy, log of the sum, best row. slope: (logits, log of the sum,
-    labels, weights) -> gradient of the logits in their dtype.
+    labels, weights) -> gradient of the logits in their dtype; it may be written over them.
     """
 
     score: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -35,7 +39,8 @@ class HeadPass:
     chunk_rows: rows of logits that exist at one time. weigh: makes the weights of a chunk from its
     cross-entropies; None takes them as given. block_rows: rows of a block, which a chunk never
     parts when ``weigh`` is given. top_k: how many of the best logits of a row are wanted as well.
-    kernels: None works on the logits in place, which is quicker where nothing is compiled.
+    kernels: where there is no Triton or no CUDA; None works on the logits in place, which is
+    quicker where nothing is compiled.
     """
 
     chunk_rows: int
@@ -50,7 +55,7 @@ class HeadPass:
         most, units = max(1, self.chunk_rows // unit), -(-num_rows // unit)
         num_chunks = max(1, -(-units // most))
         step = max(1, -(-units // num_chunks)) * unit  # equal ones: one shape, one graph
-        return [slice(start, start + step) for start in range(0, num_rows, step)]
+        return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
 
     def weights(self, entropy: Tensor, given: Tensor) -> Tensor:
         """Return the weights of a chunk's rows."""
@@ -104,6 +109,26 @@ def compiled_kernels(compiled: Callable[..., Any]) -> Kernels | None:
     return None if scoring is score else Kernels(scoring, compiled(slope))
 
 
+@functools.cache
+def _fused_kernels() -> Kernels | None:
+    """Return Triton's kernels; None where there is no Triton."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from trainer.model import head_kernels  # noqa: PLC0415 - needs Triton
+
+    return Kernels(head_kernels.score, head_kernels.slope)
+
+
+def logits_memory(parts: list[slice], num_columns: int, like: Tensor) -> Tensor:
+    """Return memory for the logits of the longest of the chunks. Shapes: [m, num_columns].
+
+    Its rows begin aligned: products and kernels are as fast, and compile once, for any number of
+    columns.
+    """
+    most = max((part.stop - part.start for part in parts), default=0)
+    return like.new_empty(most, -(-num_columns // _ROW_UNIT) * _ROW_UNIT)[:, :num_columns]
+
+
 @dataclass(frozen=True)
 class ChunkLoss:
     """What a chunk's logits gave.
@@ -123,12 +148,14 @@ def chunk_loss(
 ) -> ChunkLoss:
     """Return the losses of a chunk; its gradient is that of ``share`` times the weighted sum.
 
-    Shapes: logits [m, V], labels and given weights [m].
+    The gradient may take the place of the logits. Shapes: logits [m, V], labels and given weights
+    [m].
     """
-    if how.kernels is not None:
-        entropy, sums, best = how.kernels.score(logits, labels)
+    kernels = (_fused_kernels() if logits.is_cuda else None) or how.kernels
+    if kernels is not None:
+        entropy, sums, best = kernels.score(logits, labels)
         weights = how.weights(entropy, given)
-        steep = how.kernels.slope(logits, sums, labels, weights * share)
+        steep = kernels.slope(logits, sums, labels, weights * share)
         return ChunkLoss(entropy, weights, best == labels, steep)
     hit = logits.argmax(-1) == labels
     wide = F.log_softmax(logits, -1, dtype=torch.float32)
@@ -154,8 +181,10 @@ class _HeadLoss(torch.autograd.Function):
         hit = torch.empty_like(labels, dtype=torch.bool)
         top = x.new_empty(len(x), how.top_k)
         top_rows = labels.new_empty(len(x), how.top_k)
-        for part in how.chunks(len(x)):
-            logits = x[part] @ head.t()
+        parts = how.chunks(len(x))
+        memory = logits_memory(parts, len(head), x)
+        for part in parts:
+            logits = torch.mm(x[part], head.t(), out=memory[: part.stop - part.start])
             if how.top_k:
                 top[part], top_rows[part] = logits.topk(how.top_k, -1)
             made = chunk_loss(logits, labels[part], weights[part], how)

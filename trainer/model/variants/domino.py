@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from trainer.contract.config import LossConfig
 from trainer.model.draft_config import DraftConfig
-from trainer.model.head import HeadPass, chunk_loss
+from trainer.model.head import HeadPass, chunk_loss, logits_memory
 from trainer.model.target import FrozenHead
 from trainer.model.variants.variant import (
     HEAD_CHUNK_ROWS,
@@ -222,9 +222,12 @@ class _CorrectedLoss(torch.autograd.Function):
         of_x, of_code = torch.empty_like(x), torch.empty_like(code)
         of_out = torch.zeros_like(out, dtype=torch.float32)
         hit, used = torch.empty_like(labels, dtype=torch.bool), torch.empty_like(weights)
-        for part in how.chunks(len(x)):
-            base = x[part] @ head.t()
-            logits = base + code[part] @ out.t()
+        parts = how.chunks(len(x))
+        memory, base_memory = (logits_memory(parts, len(head), x) for _ in range(2))
+        for part in parts:
+            num_rows = part.stop - part.start
+            base = torch.mm(x[part], head.t(), out=base_memory[:num_rows])
+            logits = torch.addmm(base, code[part], out.t(), out=memory[:num_rows])
             made = chunk_loss(logits, labels[part], weights[part], how, 1 - share)
             hit[part], used[part] = made.hit, made.weights
             total += (1 - share) * (made.entropy * made.weights).sum()

@@ -1,0 +1,150 @@
+"""The work on a chunk of logits in two passes over memory: score reads, slope reads and writes.
+
+Entropy, log of the sum and best row come from one reading of a row with a running maximum; the
+gradient is written over the logits. At 2 bytes a logit that is 6 bytes of traffic, where separate
+maximum, sum, best row and gradient take 12 and a second tensor of that size. CUDA only: the kernels
+are Triton's, and are imported where used. They compile outside torch.compile, in the thread that
+launches them first; numbers of rows and columns are arguments, so that no other shape compiles.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_LOAD_BYTES = 16  # the widest load of a thread
+_GROUPS = 512  # loads of a program in flight: two a thread
+_SCORE_WARPS = 8
+_SLOPE_BLOCK = 4096
+_SLOPE_WARPS = 8
+
+
+def score(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return cross-entropies, logs of the sums, and best rows, the first of equals.
+
+    Shapes: logits [m, V], one element between columns; labels [m] -> fp32, fp32, int64 [m].
+    """
+    num_rows, num_columns = logits.shape
+    entropy, total = (torch.empty(num_rows, device=logits.device) for _ in range(2))
+    best = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    if num_rows:
+        with torch.cuda.device(logits.device):
+            _score[(num_rows,)](
+                logits,
+                labels,
+                entropy,
+                total,
+                best,
+                logits.stride(0),
+                num_columns,
+                GROUPS=_GROUPS,
+                WIDTH=_LOAD_BYTES // logits.element_size(),
+                num_warps=_SCORE_WARPS,
+            )
+    return entropy, total, best
+
+
+def slope(logits: Tensor, total: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    """Write (softmax - one at the label) x weight over the logits, and return them.
+
+    Shapes: logits [m, V], one element between columns; logs of the sums, labels, weights [m].
+    """
+    num_rows, num_columns = logits.shape
+    num_blocks = triton.cdiv(num_columns, _SLOPE_BLOCK)
+    if num_rows:
+        with torch.cuda.device(logits.device):
+            _slope[(num_rows * num_blocks,)](
+                logits,
+                total,
+                labels,
+                weights,
+                logits.stride(0),
+                num_columns,
+                num_blocks,
+                BLOCK=_SLOPE_BLOCK,
+                num_warps=_SLOPE_WARPS,
+            )
+    return logits
+
+
+# Chunks begin anywhere: what is read once a row is not worth a kernel for each alignment.
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["labels_at", "entropy_at", "total_at", "best_at", "num_columns"]
+)
+def _score(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0913
+    logits_at,  # noqa: ANN001
+    labels_at,  # noqa: ANN001
+    entropy_at,  # noqa: ANN001
+    total_at,  # noqa: ANN001
+    best_at,  # noqa: ANN001
+    stride,  # noqa: ANN001
+    num_columns,  # noqa: ANN001
+    GROUPS: tl.constexpr,  # noqa: N803
+    WIDTH: tl.constexpr,  # noqa: N803
+):
+    """One row a program; each of GROUPS lanes reads WIDTH neighbours and keeps its own maximum."""
+    row = tl.program_id(0).to(tl.int64)
+    row_at = logits_at + row * stride
+    lane = tl.arange(0, GROUPS)
+    place = lane[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    # Finite: -inf less -inf would be no number. exp(-3e38 - m) is 0, and so is the sum it scales.
+    high = tl.full([GROUPS], -3.0e38, tl.float32)
+    total = tl.zeros([GROUPS], tl.float32)
+    best = tl.zeros([GROUPS], tl.int32)  # first column of the group in which ``high`` was found
+    whole = num_columns // (GROUPS * WIDTH) * (GROUPS * WIDTH)
+    for start in range(0, whole, GROUPS * WIDTH):
+        read = tl.load(row_at + start + place).to(tl.float32)
+        top = tl.max(read, 1)
+        best = tl.where(top > high, start + lane * WIDTH, best)
+        risen = tl.maximum(high, top)
+        total = total * tl.exp(high - risen) + tl.sum(tl.exp(read - risen[:, None]), 1)
+        high = risen
+    # What is left, masked; a mask within a group would make the loads above narrow.
+    inside = whole + place < num_columns
+    read = tl.load(row_at + whole + place, mask=inside, other=-float("inf")).to(tl.float32)
+    top = tl.max(read, 1)
+    best = tl.where(top > high, whole + lane * WIDTH, best)
+    risen = tl.maximum(high, top)
+    total = total * tl.exp(high - risen) + tl.sum(tl.exp(read - risen[:, None]), 1)
+    highest = tl.max(risen, 0)
+    sums = highest + tl.log(tl.sum(total * tl.exp(risen - highest), 0))
+    group = tl.min(tl.where(risen == highest, best, num_columns), 0)
+    column = group + tl.arange(0, WIDTH)
+    again = tl.load(row_at + column, mask=column < num_columns, other=-float("inf"))
+    first = tl.min(tl.where(again.to(tl.float32) == highest, column, num_columns), 0)
+    wanted = tl.load(row_at + tl.load(labels_at + row)).to(tl.float32)
+    tl.store(entropy_at + row, sums - wanted)
+    tl.store(total_at + row, sums)
+    tl.store(best_at + row, first.to(tl.int64))
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["total_at", "labels_at", "weights_at", "num_columns", "num_blocks"]
+)
+def _slope(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0913
+    logits_at,  # noqa: ANN001
+    total_at,  # noqa: ANN001
+    labels_at,  # noqa: ANN001
+    weights_at,  # noqa: ANN001
+    stride,  # noqa: ANN001
+    num_columns,  # noqa: ANN001
+    num_blocks,  # noqa: ANN001
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    """One block of one row a program."""
+    row = (tl.program_id(0) // num_blocks).to(tl.int64)
+    start = tl.program_id(0) % num_blocks * BLOCK
+    total = tl.load(total_at + row)
+    weight = tl.load(weights_at + row)
+    label = tl.load(labels_at + row)
+    column = start + tl.arange(0, BLOCK)
+    here = logits_at + row * stride + column
+    if start + BLOCK <= num_columns:  # without a mask, which would make loads and stores narrow
+        made = tl.exp(tl.load(here).to(tl.float32) - total)
+        made = (made - tl.where(column == label, 1.0, 0.0)) * weight
+        tl.store(here, made.to(logits_at.dtype.element_ty))
+    else:
+        inside = column < num_columns
+        made = tl.exp(tl.load(here, mask=inside, other=0.0).to(tl.float32) - total)
+        made = (made - tl.where(column == label, 1.0, 0.0)) * weight
+        tl.store(here, made.to(logits_at.dtype.element_ty), mask=inside)

@@ -43,11 +43,12 @@ class StepFigures:
 
 @dataclass(frozen=True)
 class Flow:
-    """State of the hidden-state channel: depth, and seconds waited since the start."""
+    """State of the hidden-state channel: what waits in it, and seconds waited since the start."""
 
     q_hs: int
     target_wait_s: float
     drafter_wait_s: float
+    q_hs_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,7 @@ class Metrics:
         seconds = max(now - began, 1e-9)
         per_step_s = seconds / max(1, figures.step - first_step)
         last = self._last_flow
-        memory = {name: memory_bytes(device) for name, device in self._devices.items()}
+        memory = {name: Memory.of(device) for name, device in self._devices.items()}
         return {
             "step": figures.step,
             "num_steps": self._num_steps,
@@ -187,15 +188,14 @@ class Metrics:
             "tokens_per_s": (totals.tokens - first.tokens) / seconds,
             "anchors_per_s": (totals.anchors - first.anchors) / seconds,
             "q_hs": flow.q_hs,
+            "q_hs_bytes": flow.q_hs_bytes,
             "target_wait_s": round(flow.target_wait_s - last.target_wait_s, 4),
             "drafter_wait_s": round(flow.drafter_wait_s - last.drafter_wait_s, 4),
             "step_s": round(figures.step_s, 4),
-            "memory_bytes": memory,
-            "peak_memory_bytes": {
-                # The kernel's two counters are updated apart; a peak is never below the present.
-                name: max(memory[name], peak_memory_bytes(device))
-                for name, device in self._devices.items()
-            },
+            "memory_bytes": {name: one.used for name, one in memory.items()},
+            "peak_memory_bytes": {name: one.peak for name, one in memory.items()},
+            "reserved_bytes": {name: one.reserved for name, one in memory.items()},
+            "peak_reserved_bytes": {name: one.peak_reserved for name, one in memory.items()},
             "eta_s": round(per_step_s * (self._num_steps - figures.step), 1),
         } | dict(figures.variant)
 
@@ -224,18 +224,30 @@ class SampleLog:
         self._file.close()
 
 
-def memory_bytes(device: torch.device) -> int:
-    """Return the memory that tensors hold on a GPU, or this process's resident memory."""
-    if device.type == "cuda":
-        return int(torch.cuda.memory_allocated(device))
-    return _status_bytes("VmRSS")
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one device: what tensors hold and what the allocator has taken, now and at most.
 
+    On the CPU both are the resident memory of this process.
+    """
 
-def peak_memory_bytes(device: torch.device) -> int:
-    """Return the highest ``memory_bytes`` so far."""
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    return _status_bytes("VmHWM")
+    used: int
+    peak: int
+    reserved: int
+    peak_reserved: int
+
+    @classmethod
+    def of(cls, device: torch.device) -> "Memory":
+        """Read the allocator's counters of a GPU, or those of this process."""
+        if device.type == "cuda":
+            found = torch.cuda.memory_stats(device)
+            kinds = ("allocated_bytes", "reserved_bytes")
+            pairs = [found.get(f"{k}.all.{when}", 0) for k in kinds for when in ("current", "peak")]
+            return cls(*pairs)
+        used = _status_bytes("VmRSS")
+        # The kernel's two counters are updated apart; a peak is never below the present.
+        peak = max(used, _status_bytes("VmHWM"))
+        return cls(used, peak, used, peak)
 
 
 def _status_bytes(name: str) -> int:

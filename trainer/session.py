@@ -13,7 +13,6 @@ from pathlib import Path
 from torch import Tensor
 
 from trainer import assembly, checkpoint
-from trainer.channel import OrderedChannel
 from trainer.compile_gate import CompileEvent, CompileGate, end_process
 from trainer.contract.exit_record import TrainerExit
 from trainer.evaluator import Evaluator, read_prompt_sets
@@ -24,16 +23,10 @@ from trainer.metrics import Flow, Metrics, SampleLog, StepFigures, Totals
 from trainer.model.target import Target
 from trainer.optim import Schedule
 from trainer.run_state import RunState
-from trainer.sync import GradientSync
-from trainer.workers.drafter import DrafterWorker, Replica, StepDone, StepRange, forward_backward
-from trainer.workers.supervisor import Pulse, StopRequest, Supervisor, WatchSettings
-from trainer.workers.target import (
-    FeatureCache,
-    IndexCounter,
-    Prepared,
-    TargetWorker,
-    gated_features,
-)
+from trainer.workers.drafter import Replica, StepDone, StepRange, forward_backward
+from trainer.workers.pipeline import Pipeline
+from trainer.workers.supervisor import Pulse, StopRequest
+from trainer.workers.target import FeatureCache, Prepared, gated_features
 
 
 class Session:
@@ -49,7 +42,7 @@ class Session:
             run_dir / "metrics.jsonl", self._manifest.run_id, self._devices.labels
         )
         self._state = RunState(run_dir, self._config.run, self._metrics, resume=resume)
-        self._supervisor: Supervisor | None = None
+        self._pipeline: Pipeline | None = None
         self._gate = CompileGate(
             settings,
             on_event=self._compiled,
@@ -183,83 +176,29 @@ class Session:
         replicas: list[Replica],
         steps: StepRange,
     ) -> None:
-        config = self._config
-        first, stop = (step * steps.batches_per_step for step in (steps.first, steps.num_steps))
-        depth = max(config.run.queue_depth, len(replicas))
-        channel: OrderedChannel[Prepared] = OrderedChannel(depth, first)
-        sync = GradientSync(len(replicas))
-
-        def abandon(name: str, error: BaseException | None) -> None:
-            if error is None:
-                channel.close()
-            else:
-                channel.fail(name, error)
-            sync.abort()
-
-        supervisor = self._supervisor = Supervisor(
-            self._gate,
-            WatchSettings(config.compile.watchdog_s, config.compile.limit_s),
-            stop=self._stop,
-            abandon=abandon,
-            report=self._metrics.warning,
-        )
-        counter = IndexCounter(first, stop)
-        self._add_targets(supervisor, data, targets, counter, channel)
-        self._add_drafters(supervisor, replicas, steps, channel, sync)
-        self._metrics.phase("train", step=steps.first, num_steps=steps.num_steps)
-        supervisor.run_all()
-
-    def _add_targets(
-        self,
-        supervisor: Supervisor,
-        data: assembly.Data,
-        targets: dict[str, Target],
-        counter: IndexCounter,
-        channel: OrderedChannel[Prepared],
-    ) -> None:
-        cache = FeatureCache(self._config.target.cache_bytes)
-        for number, device in enumerate(self._devices.targets):
-            worker = TargetWorker(
-                target=targets[str(device)],
-                maker=data.maker,
-                cache=cache,
-                counter=counter,
-                channel=channel,
-                gate=self._gate,
-                cpu_threads=self._config.run.cpu_threads,
-            )
-            supervisor.add(f"target-{number}", worker.run)
-
-    def _add_drafters(
-        self,
-        supervisor: Supervisor,
-        replicas: list[Replica],
-        steps: StepRange,
-        channel: OrderedChannel[Prepared],
-        sync: GradientSync,
-    ) -> None:
         def on_step(done: StepDone, pulse: Pulse) -> None:
-            self._stepped(done, channel)
+            self._stepped(done, pipeline.flow)
             if done.num_done % self._config.run.checkpoint_every_steps == 0:
                 self._state.save_if_possible(replicas[0], steps)
             if self._evaluator is not None:
                 self._evaluator.evaluate_when_due(replicas[0], steps, pulse)
 
-        for replica in replicas:
-            drafter = DrafterWorker(
-                replica=replica,
-                steps=steps,
-                channel=channel,
-                sync=sync,
-                gate=self._gate,
-                config=self._config,
-                stop=self._stop,
-                on_step=on_step,
-                run_dir=self._run_dir,
-            )
-            supervisor.add(f"drafter-{replica.rank}", drafter.run)
+        pipeline = self._pipeline = Pipeline(
+            config=self._config,
+            gate=self._gate,
+            maker=data.maker,
+            targets=[targets[str(device)] for device in self._devices.targets],
+            replicas=replicas,
+            steps=steps,
+            stop=self._stop,
+            run_dir=self._run_dir,
+            report=self._metrics.warning,
+            on_step=on_step,
+        )
+        self._metrics.phase("train", step=steps.first, num_steps=steps.num_steps)
+        pipeline.run()
 
-    def _stepped(self, done: StepDone, channel: OrderedChannel[Prepared]) -> None:
+    def _stepped(self, done: StepDone, flow: Flow) -> None:
         self._state.count(done)
         sums = done.sums
         if self._samples is not None:
@@ -278,7 +217,7 @@ class Session:
                 step_s=done.step_s,
                 variant=sums.ratios(),
             ),
-            Flow(channel.depth, channel.put_wait_s, channel.get_wait_s),
+            flow,
         )
 
     def _compiled(self, event: CompileEvent) -> None:
@@ -292,8 +231,8 @@ class Session:
         )
 
     def _gate_failed(self, error: Exception) -> None:
-        if self._supervisor is not None:
-            self._supervisor.fail("gate-watchdog", error)
+        if self._pipeline is not None:
+            self._pipeline.supervisor.fail("gate-watchdog", error)
         else:  # the warm-up: this very process's main thread hangs
             self._metrics.finished("failed", self._state.done, str(error))
             self._metrics.close()

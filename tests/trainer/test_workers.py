@@ -12,7 +12,7 @@ from trainer.compile_gate import CompileGate, GateSettings
 from trainer.errors import WorkerError
 from trainer.workers.drafter import StepRange
 from trainer.workers.supervisor import Pulse, StopRequest, Supervisor, WatchSettings
-from trainer.workers.target import FeatureCache, IndexCounter
+from trainer.workers.target import FeatureCache
 
 
 class World:
@@ -151,11 +151,6 @@ def test_steps_deal_batches_to_drafters_in_turn() -> None:
     assert steps.batches_per_step == 6
     assert [steps.indices(0, rank) for rank in range(3)] == [[0, 3], [1, 4], [2, 5]]
     assert [steps.indices(1, rank) for rank in range(3)] == [[6, 9], [7, 10], [8, 11]]
-
-
-def test_index_counter_gives_each_index_once() -> None:
-    counter = IndexCounter(3, 6)
-    assert [counter.take() for _ in range(4)] == [3, 4, 5, None]
 
 
 def test_feature_cache_keeps_what_fits_and_copies_it() -> None:

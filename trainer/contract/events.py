@@ -33,11 +33,14 @@ STEP_KEYS = (
     "tokens_per_s",
     "anchors_per_s",
     "q_hs",
+    "q_hs_bytes",
     "target_wait_s",
     "drafter_wait_s",
     "step_s",
     "peak_memory_bytes",
     "memory_bytes",
+    "reserved_bytes",
+    "peak_reserved_bytes",
     "eta_s",
 )
 Event = dict[str, Any]

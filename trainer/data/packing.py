@@ -6,7 +6,7 @@ any order and a resumed run goes on with the same ones.
 
 import threading
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -69,13 +69,24 @@ class Batch:
         return [self.input_ids[d.row, d.start : d.start + d.length] for d in self.documents]
 
     def to(self, device: torch.device | str) -> "Batch":
-        """Return the batch with its tensors on ``device``."""
-        moved = {
-            name: value.to(device, non_blocking=True)
-            for name, value in vars(self).items()
-            if isinstance(value, Tensor)
-        }
-        return replace(self, **moved)  # type: ignore[arg-type]
+        """Return the batch with its tensors on ``device``; from pinned memory nothing waits."""
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> "Batch":
+        """Return the batch in pinned host memory; only where there is a GPU."""
+        return self._each(lambda tensor: tensor.pin_memory())
+
+    def record_stream(self, stream: "torch.cuda.Stream") -> None:
+        """Keep the memory of its tensors until what ``stream`` has been given so far is done."""
+        for tensor in self._tensors().values():
+            tensor.record_stream(stream)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        changed = {name: change(value) for name, value in self._tensors().items()}
+        return replace(self, **changed)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from trainer.model.target import FrozenHead
 from trainer.optim import Applied, DraftOptimizer
 from trainer.sync import GradientSync, StepSums, TrainedBatch
 from trainer.workers.failed_batch import FailedBatch, save_failed
+from trainer.workers.place import take_place
 from trainer.workers.supervisor import Pulse, StopRequest
 from trainer.workers.target import Prepared
 
@@ -124,10 +125,7 @@ class DrafterWorker:
     def run(self, pulse: Pulse) -> None:
         """Take steps until the plan ends or all agreed to stop."""
         replica = self.replica
-        if replica.device.type == "cuda":
-            torch.cuda.set_device(replica.device)
-        elif self.config.run.cpu_threads is not None:
-            torch.set_num_threads(self.config.run.cpu_threads)
+        take_place(replica.device, self.config.run.cpu_threads)
         replica.draft.train()
         for step in range(self.steps.first, self.steps.num_steps):
             began = time.monotonic()
@@ -154,7 +152,7 @@ class DrafterWorker:
         sums = StepSums()
         for index in self.steps.indices(step, self.replica.rank):
             with pulse.wait(f"for batch {index}"):
-                prepared = self.channel.get(index)
+                prepared = self.channel.get(index).received()
             pulse.beat(f"trains on batch {index}")
             parts.append(
                 forward_backward(

@@ -3,7 +3,7 @@
 Training, warm-up, evaluation and export all start from the same parts, made in the same way.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from trainer.contract.errors import ConfigError, ManifestError
 from trainer.contract.manifest import Gpu, Manifest
 from trainer.data.coverage import Coverage, expected_coverage
 from trainer.data.dataset import Dataset, load_tokenizer
-from trainer.data.packing import BatchMaker, BatchPlan
+from trainer.data.packing import Batch, BatchMaker, BatchPlan
 from trainer.data.shards import open_dataset
 from trainer.errors import DataError
 from trainer.model.attention import Attention, FlexAttention, SdpaAttention
@@ -28,7 +28,8 @@ from trainer.model.batching import BatchingFinding, settle_batching
 from trainer.model.draft import DraftConfig, DraftModel, measured_tap_scale
 from trainer.model.target import Target, load_target
 from trainer.optim import DraftOptimizer, Schedule
-from trainer.workers.drafter import Replica, StepRange
+from trainer.workers.drafter import Replica, StepRange, forward_backward
+from trainer.workers.target import FeatureCache, Prepared, gated_features
 
 # Tap sizes vary little between chats; this many samples fix them to a per mille.
 _TAP_SCALE_SAMPLES = 64
@@ -246,6 +247,29 @@ def build_replica(
     head = target.head.to(device, getattr(torch, config.draft.dtype))
     optimizer = DraftOptimizer(draft, config.optim, schedule, keep_average=rank == 0)
     return Replica(rank, draft, head, optimizer, device)
+
+
+def warm_parts(
+    gate: CompileGate,
+    config: TrainConfig,
+    batch: Batch,
+    targets: Iterable[Target],
+    replicas: Iterable[Replica],
+) -> None:
+    """Compile in this thread what the workers will need, then allow no further compile.
+
+    ``batch`` is any of the plan; the replicas' weights stay as they are.
+    """
+    for target in targets:
+        with current_device(target.device):
+            hidden = gated_features(gate, target, batch, FeatureCache(0))
+    for replica in replicas:
+        with current_device(replica.device):
+            replica.draft.train()
+            forward_backward(replica, gate, Prepared(batch, hidden), config)
+            replica.optimizer.clear()  # a warm-up changes no weight
+    if config.data.packing:  # rows come in many lengths; packed rows in one
+        gate.seal()
 
 
 def identity(

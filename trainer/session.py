@@ -23,10 +23,9 @@ from trainer.metrics import Flow, Metrics, SampleLog, StepFigures, Totals
 from trainer.model.target import Target
 from trainer.optim import Schedule
 from trainer.run_state import RunState
-from trainer.workers.drafter import Replica, StepDone, StepRange, forward_backward
+from trainer.workers.drafter import Replica, StepDone, StepRange
 from trainer.workers.pipeline import Pipeline
 from trainer.workers.supervisor import Pulse, StopRequest
-from trainer.workers.target import FeatureCache, Prepared, gated_features
 
 
 class Session:
@@ -158,16 +157,7 @@ class Session:
             return
         self._metrics.phase("warmup", devices=len(replicas))
         batch = data.maker.make(0)
-        for target in targets.values():
-            with assembly.current_device(target.device):
-                hidden = gated_features(self._gate, target, batch, FeatureCache(0))
-        for replica in replicas:
-            with assembly.current_device(replica.device):
-                replica.draft.train()
-                forward_backward(replica, self._gate, Prepared(batch, hidden), self._config)
-                replica.optimizer.clear()  # a warm-up changes no weight
-        if self._config.data.packing:  # rows come in many lengths; packed rows in one
-            self._gate.seal()
+        assembly.warm_parts(self._gate, self._config, batch, targets.values(), replicas)
 
     def _run(
         self,

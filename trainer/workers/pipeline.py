@@ -60,17 +60,20 @@ class Pipeline:
         )
 
     def run(self) -> None:
-        """Run every thread to its end.
+        """Add every thread and run all to their end.
 
         Raises: WorkerError with the name of the thread that failed first and its error.
         """
+        self.add_targets()
+        self.add_drafters()
+        self.run_added()
+
+    def run_added(self) -> None:
+        """Run the threads that were added to the supervisor. Raises: as ``run``."""
         cards = {d for d in self._devices() if d.type == "cuda"}
         if cards:
             # The warm-up ran on the default stream; what its memory pool keeps is no use to others.
             torch.cuda.empty_cache()
-        self._add_targets()
-        for replica in self.replicas:
-            self.supervisor.add(f"drafter-{replica.rank}", self._drafter(replica).run)
         self.supervisor.run_all()
         for card in cards:
             torch.cuda.synchronize(card)  # the threads' streams are not those of who comes next
@@ -91,7 +94,8 @@ class Pipeline:
             self.channel.fail(name, error)
         self._sync.abort()
 
-    def _add_targets(self) -> None:
+    def add_targets(self) -> None:
+        """Add the target threads, which feed the channel."""
         cache, pace = FeatureCache(self.config.target.cache_bytes), PaceWatch()
         transfer = Transfer(self._devices())
         for number, target in enumerate(self.targets):
@@ -110,15 +114,18 @@ class Pipeline:
             )
             self.supervisor.add(worker.name, worker.run)
 
-    def _drafter(self, replica: Replica) -> DrafterWorker:
-        return DrafterWorker(
-            replica=replica,
-            steps=self.steps,
-            channel=self.channel,
-            sync=self._sync,
-            gate=self.gate,
-            config=self.config,
-            stop=self.stop,
-            on_step=self.on_step,
-            run_dir=self.run_dir,
-        )
+    def add_drafters(self) -> None:
+        """Add the drafter threads, which empty the channel."""
+        for replica in self.replicas:
+            worker = DrafterWorker(
+                replica=replica,
+                steps=self.steps,
+                channel=self.channel,
+                sync=self._sync,
+                gate=self.gate,
+                config=self.config,
+                stop=self.stop,
+                on_step=self.on_step,
+                run_dir=self.run_dir,
+            )
+            self.supervisor.add(f"drafter-{replica.rank}", worker.run)

@@ -18,6 +18,7 @@ from trainer.doctor.findings import Finding, problem, warning
 from trainer.doctor.samples import DataFacts
 from trainer.export import tensor_shapes
 from trainer.model.draft_config import DraftConfig
+from trainer.model.head import CHUNK_BYTES
 
 _SIZES = {"float32": 4, "bfloat16": 2}
 _EVENT_BYTES = 900  # a step event and its line of the log
@@ -187,6 +188,7 @@ def drafter_facts(draft: DraftConfig, config: TrainConfig, card: Card) -> Device
     # A sampled head has the rows of the labels, each perhaps another, and the random ones.
     sampled = min(vocab, config.loss.head_sample + block_tokens)
     columns = sampled if config.loss.head_sample else vocab
+    chunk_rows = config.loss.chunk_rows or max(1, CHUNK_BYTES // (vocab * size))
     own = 0 if draft.dtype == "float32" else numbers * size  # fp32 weights are the masters
     averages = numbers * 4 if config.optim.ema_decay is not None else 0
     heads = draft.num_attention_heads * draft.head_dim
@@ -204,7 +206,7 @@ def drafter_facts(draft: DraftConfig, config: TrainConfig, card: Card) -> Device
         "target's embedding and head": vocab * hidden * size * (1 if draft.tied_target else 2),
         "taps of a batch": data.token_budget * (draft.num_taps + 2) * hidden * size,
         "activations (estimate)": draft.num_draft_layers * kept * size,
-        "logits of a chunk": config.loss.chunk_rows * columns * (4 + 2 * size),
+        "logits of a chunk": min(block_tokens, chunk_rows) * columns * size,
     }
     return DeviceFacts(card, parts)
 

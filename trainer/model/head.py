@@ -17,6 +17,9 @@ from torch import Tensor
 # (cross-entropies [m], given weights [m]) -> weights [m]; the rows are whole blocks.
 Weigh = Callable[[Tensor, Tensor], Tensor]
 
+# Of the logits of a chunk and what is made of them. Long chunks fill a GPU: the gradient's product
+# has m / 128 x D / 256 tiles, so with few rows its last tiles leave most of the card idle.
+CHUNK_BYTES = 2_000_000_000
 _ROW_UNIT = 16  # elements; every row of logits begins aligned, whatever the vocabulary
 
 
@@ -117,6 +120,16 @@ def _fused_kernels() -> Kernels | None:
     from trainer.model import head_kernels  # noqa: PLC0415 - needs Triton
 
     return Kernels(head_kernels.score, head_kernels.slope)
+
+
+def rows_at_once(head: Tensor) -> int:
+    """Return how many rows CHUNK_BYTES hold, at least one. Shapes: head [V, D].
+
+    On CUDA the gradient takes the place of the logits; elsewhere both and an fp32 copy exist.
+    """
+    size = head.element_size()
+    each = size if head.is_cuda else 2 * size + torch.float32.itemsize
+    return max(1, CHUNK_BYTES // (len(head) * each))
 
 
 def logits_memory(parts: list[slice], num_columns: int, like: Tensor) -> Tensor:

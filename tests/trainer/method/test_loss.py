@@ -13,7 +13,7 @@ from trainer.contract.config import TrainConfig
 from trainer.data.packing import Batch, Document
 from trainer.loss import BlockTargets, LossSums, block_hidden, block_targets, draft_loss
 from trainer.model.draft import DraftConfig, DraftModel
-from trainer.model.head import HeadPass, Kernels, head_loss, score, slope
+from trainer.model.head import HeadPass, Kernels, head_loss, rows_at_once, score, slope
 from trainer.model.target import FrozenHead
 
 MakeConfig = Callable[..., DraftConfig]
@@ -108,6 +108,12 @@ def test_chunks_are_equal_but_for_the_last_and_part_no_block():
     assert lengths(HeadPass(8, lambda entropy, _given: entropy, 3), 15) == [6, 6, 3]
     assert lengths(HeadPass(2, lambda entropy, _given: entropy, 3), 6) == [3, 3]
     assert lengths(HeadPass(4), 0) == []
+
+
+def test_default_chunk_holds_two_gigabytes_of_logits_their_copy_and_gradient():
+    head = torch.empty(1000, 8, dtype=torch.bfloat16, device="meta")
+    assert rows_at_once(head) == 250_000  # 2 + 4 + 2 bytes x 1,000
+    assert rows_at_once(torch.empty(10**9, 8, device="meta")) == 1
 
 
 def toy(draft_config: MakeConfig) -> tuple[DraftModel, FrozenHead, Batch, Tensor]:

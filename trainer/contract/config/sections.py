@@ -98,7 +98,7 @@ class LossConfig:
     base_decay_frac: part of the steps over which domino's weight of the uncorrected logits falls
     from 1 to 0. head_sample: 0 uses the whole head; n uses the rows of the batch's labels and n
     random ones (training only, evaluation always uses the whole head). chunk_rows: rows of logits
-    that exist at one time.
+    that exist at one time; None takes as many as 2 GB hold with what is made of them.
     """
 
     name: str = "decay"
@@ -107,7 +107,7 @@ class LossConfig:
     selector_weight: float = 1.0
     base_decay_frac: float = 0.5
     head_sample: int = 0
-    chunk_rows: int = 2048
+    chunk_rows: int | None = None
 
 
 @dataclass(frozen=True)

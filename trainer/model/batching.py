@@ -6,18 +6,15 @@ construction; a recurrent layer does so only in kernels that know where a docume
 hybrid target is packed only where the self-test passes with the kernels that are active here.
 """
 
-import importlib.metadata
-import inspect
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainer.errors import TargetError
-from trainer.model import packed_attention
+from trainer.model import packed_attention, recurrent_kernels
 from trainer.model.target import FULL, PACKED, ROWS, Target
 
 AUTO = "auto"
@@ -27,10 +24,9 @@ TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 # The first is the longest of the short ones; 70 is beyond a chunk of 64 of the delta rule; in one
 # of three tokens every token lies within the reach of the convolution of four before it.
 _LENGTHS = (9, 70, 3, 5, 3, 4)
-_DISTRIBUTIONS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d"}
 _KERNELS = {
-    "delta rule": ("chunk_gated_delta_rule", "torch_chunk_gated_delta_rule"),
-    "convolution": ("causal_conv1d_fn",),
+    "delta rule": recurrent_kernels.DELTA_RULE,
+    "convolution": recurrent_kernels.CONVOLUTION,
 }
 
 
@@ -126,35 +122,12 @@ def active_kernels(target: Target, batching: str) -> dict[str, str]:
     if target.recurrent_kinds:
         parts = [part for layer in target.layers for part in layer.modules()]
         for what, names in _KERNELS.items():
-            holder = next((part for part in parts if _held(part, names)), None)
-            found = None if holder is None else _held(holder, names)
-            kernels[what] = f"torch {torch.__version__}" if found is None else _origin(found)
+            found = (recurrent_kernels.kernel_of(part, names) for part in parts)
+            kernel = next((one for one in found if one is not None), None)
+            kernels[what] = (
+                f"torch {torch.__version__}" if kernel is None else recurrent_kernels.origin(kernel)
+            )
     return kernels
-
-
-def _held(part: nn.Module, names: Sequence[str]) -> Callable[..., Any] | None:
-    """Return the function that a layer uses: its own attribute, else one of its module's."""
-    if not any(isinstance(child, nn.Conv1d) for child in part.children()):
-        return None
-    for name in names:
-        found = getattr(part, name, None) or vars(sys.modules[type(part).__module__]).get(name)
-        if callable(found):
-            return found  # type: ignore[no-any-return]
-    return None
-
-
-def _origin(function: Callable[..., Any]) -> str:
-    """Return the package of a function and its version; transformers' own are written in torch."""
-    if inspect.isfunction(function):  # transformers wraps the function it has chosen
-        function = inspect.getclosurevars(function).nonlocals.get("implementation", function)
-    package = str(function.__module__).partition(".")[0]
-    if package == "transformers":
-        return f"torch {torch.__version__} (the fallback of transformers)"
-    name = _DISTRIBUTIONS.get(package, package)
-    try:
-        return f"{name} {importlib.metadata.version(name)}"
-    except importlib.metadata.PackageNotFoundError:
-        return name
 
 
 def _documents(target: Target) -> list[Tensor]:

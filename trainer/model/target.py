@@ -25,6 +25,7 @@ from trainer.contract.config import DraftModelConfig, TargetConfig
 from trainer.contract.model_directory import faults
 from trainer.errors import TargetError
 from trainer.model import packed_attention
+from trainer.model.compiled_target import CompiledTarget
 
 FULL, WINDOWED = "full_attention", frozenset(("sliding_attention", "chunked_attention"))
 ROWS, PACKED = "rows", "packed"
@@ -83,9 +84,11 @@ class Target:
     .model is the whole model (verification needs its head), .text_config its text part, .layers its
     decoder layers. .batching is how ``document_features`` joins documents: rows or packed.
     ``forward_tokens``: tokens of one such forward, padding included; one document may have more.
+    .compiled takes over where it is set (settle_compiled) and no document is too long for it.
     """
 
     batching = ROWS
+    compiled: CompiledTarget | None = None
 
     def __init__(
         self, model: Any, target_layer_ids: Sequence[int], *, forward_tokens: int = 32768
@@ -112,6 +115,16 @@ class Target:
         # transformers renamed the keyword within version 5.
         known = inspect.signature(self.model.forward).parameters
         self._cache_key = "cache" if "cache" in known else "past_key_values"
+
+    @property
+    def decoder(self) -> Any:
+        """The module with the embedding and the layers."""
+        return self._decoder
+
+    @property
+    def forward_tokens(self) -> int:
+        """Tokens of one forward of ``document_features``."""
+        return self._forward_tokens
 
     @property
     def device(self) -> torch.device:
@@ -173,12 +186,15 @@ class Target:
     ) -> list[Tensor]:
         """Return the taps of every document, in the order given.
 
-        ``batching``: rows or packed instead of the target's own. A forward ends after the last
-        tapped layer: neither the layers behind it nor the final norm and the head run. Shapes:
-        [length] ids each -> [length, n * D] each, on the target's device.
+        ``batching``: rows or packed, with no compiled layers, instead of the target's own way. A
+        forward ends after the last tapped layer: neither the layers behind it nor the final norm
+        and the head run. Shapes: [length] ids each -> [length, n * D] each, on its device.
         """
-        packed = (batching or self.batching) == PACKED
         lengths = [len(document) for document in documents]
+        compiled = self.compiled if batching is None else None
+        if compiled is not None and max(lengths, default=0) <= compiled.sizes[-1]:
+            return compiled.features(documents)
+        packed = (batching or self.batching) == PACKED
         group_up = _in_order if packed else _by_length
         features: dict[int, Tensor] = {}
         for group in group_up(lengths, self._forward_tokens):

@@ -1,0 +1,249 @@
+"""What the decoder layers of known targets compute, as functions of tensors alone.
+
+Whatever treats every token by itself is here and is compiled: norms, products, rotary embedding,
+gates, the short convolution. Attention and the delta rule stay outside, in the kernels of their
+libraries, so a layer is two functions around one kernel. Weights are arguments, so that all layers
+of a kind share one graph; the number of tokens T is the only size that varies from call to call.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from trainer.model import row_scaled
+from trainer.model.row_scaled import RowScaled
+
+Weight = Tensor | RowScaled
+
+
+@dataclass(frozen=True)
+class Norm:
+    """Root mean square normalisation; a centred one multiplies by 1 + weight."""
+
+    eps: float
+    centred: bool = False
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Normalise the last dimension."""
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        if self.centred:
+            return (wide * (1.0 + weight.float())).to(x.dtype)
+        return weight * wide.to(x.dtype)
+
+
+class AttentionInputs(NamedTuple):
+    """Shapes: query [T, H, d], key and value [T, G, d]; gate [T, H, d] or None."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    gate: Tensor | None
+
+
+class DeltaInputs(NamedTuple):
+    """Shapes: query, key [T, K, d], value [T, V, e], decay (log, fp32), beta [T, V], gate as value.
+
+    query and key have length 1.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    decay: Tensor
+    beta: Tensor
+    gate: Tensor
+
+
+class AttentionWeights(NamedTuple):
+    """Before attention. Shapes: norm [D], qkv [(H or 2H) d + 2 G d, D], q_norm and k_norm [d]."""
+
+    norm: Tensor
+    qkv: Weight
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+
+
+class DeltaWeights(NamedTuple):
+    """Before the delta rule. Shapes: convolution [C, taps]; log_rate and step_bias [V].
+
+    product gives query, key, value, gate and then, unless ``gates`` does, beta and step.
+    """
+
+    norm: Tensor
+    product: Weight
+    gates: Tensor | None
+    convolution: Tensor
+    log_rate: Tensor
+    step_bias: Tensor
+
+
+class MixedWeights(NamedTuple):
+    """After the kernel. Shapes: mixed_norm [e] or None, output [D, ...], norm [D], gate_up [2F, D],
+    down [D, F].
+    """
+
+    mixed_norm: Tensor | None
+    output: Weight
+    norm: Tensor
+    gate_up: Weight
+    down: Weight
+
+
+@dataclass(frozen=True)
+class AttentionSizes:
+    """Of a layer of full attention; gated: its queries come with a gate, head by head."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    gated: bool
+    norm: Norm
+
+
+@dataclass(frozen=True)
+class DeltaSizes:
+    """Of a layer of the gated delta rule."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    norm: Norm
+    gated_norm: Norm
+
+
+def product(x: Tensor, weight: Weight) -> Tensor:
+    """Return x @ weight.T. Shapes: [T, K], [N, K] -> [T, N]."""
+    if isinstance(weight, RowScaled):
+        return row_scaled.multiply(x, weight)
+    return functional.linear(x, weight)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the first dimensions of each head. Shapes: x [T, H, d], cos and sin [T, r]."""
+    half = cos.shape[-1] // 2
+    first, second, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], -1)
+    cos, sin = cos[:, None], sin[:, None]
+    parts = [
+        first * cos[..., :half] - second * sin[..., :half],
+        second * cos[..., half:] + first * sin[..., half:],
+        rest,
+    ]
+    return torch.cat(parts[: 3 if rest.shape[-1] else 2], -1)
+
+
+def before_attention(
+    sizes: AttentionSizes,
+) -> Callable[[Tensor, Tensor, Tensor, AttentionWeights], AttentionInputs]:
+    """Return the part of a layer before its attention: hidden [T, D], cos, sin, weights."""
+    heads, kv_heads, dim, norm = sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, sizes.norm
+    width = dim * (2 if sizes.gated else 1)
+    gated = sizes.gated
+
+    def before(
+        hidden: Tensor, cos: Tensor, sin: Tensor, weights: AttentionWeights
+    ) -> AttentionInputs:
+        all_heads = product(norm(hidden, weights.norm), weights.qkv)
+        widths = [heads * width, kv_heads * dim, kv_heads * dim]
+        query, key, value = torch.split(all_heads, widths, -1)
+        query, key = query.view(-1, heads, width), key.view(-1, kv_heads, dim)
+        gate = None
+        if gated:
+            query, gate = torch.split(query, dim, -1)
+        if weights.q_norm is not None and weights.k_norm is not None:
+            query, key = norm(query, weights.q_norm), norm(key, weights.k_norm)
+        value = value.view(-1, kv_heads, dim)
+        return AttentionInputs(rotate(query, cos, sin), rotate(key, cos, sin), value, gate)
+
+    return before
+
+
+def after_attention(
+    sizes: AttentionSizes,
+) -> Callable[[Tensor, Tensor, Tensor | None, MixedWeights], Tensor]:
+    """Return the part of a layer after its attention: hidden, attended [T, H, d], gate, weights."""
+    norm = sizes.norm
+
+    def after(hidden: Tensor, mixed: Tensor, gate: Tensor | None, weights: MixedWeights) -> Tensor:
+        if gate is not None:
+            mixed = mixed * gate.sigmoid()
+        return _feed_forward(hidden + product(mixed.flatten(1), weights.output), norm, weights)
+
+    return after
+
+
+def before_delta_rule(
+    sizes: DeltaSizes,
+) -> Callable[[Tensor, Tensor, DeltaWeights], DeltaInputs]:
+    """Return the part before the delta rule: hidden [T, D], position in the document [T], weights.
+
+    The convolution reads no token before its document's first.
+    """
+    heads, dim, norm = sizes.num_key_heads, sizes.key_dim, sizes.norm
+    value_heads, value_dim = sizes.num_value_heads, sizes.value_dim
+    key_width, value_width = heads * dim, value_heads * value_dim
+    widths = [2 * key_width + value_width, value_width]
+
+    def before(hidden: Tensor, position: Tensor, weights: DeltaWeights) -> DeltaInputs:
+        x = norm(hidden, weights.norm)
+        made = product(x, weights.product)
+        if weights.gates is None:
+            parts = [*widths, value_heads, value_heads]
+            mixed, gate, beta, step = torch.split(made, parts, -1)
+        else:
+            mixed, gate = torch.split(made, widths, -1)
+            beta, step = functional.linear(x, weights.gates).chunk(2, -1)
+        mixed = functional.silu(_convolve(mixed, position, weights.convolution)).to(hidden.dtype)
+        query, key, value = torch.split(mixed, [key_width, key_width, value_width], -1)
+        rate = -weights.log_rate.float().exp()
+        return DeltaInputs(
+            _unit(query.view(-1, heads, dim)),
+            _unit(key.view(-1, heads, dim)),
+            value.view(-1, value_heads, value_dim),
+            rate * functional.softplus(step.float() + weights.step_bias.float()),
+            beta.sigmoid(),
+            gate.view(-1, value_heads, value_dim),
+        )
+
+    return before
+
+
+def after_delta_rule(
+    sizes: DeltaSizes,
+) -> Callable[[Tensor, Tensor, Tensor, MixedWeights], Tensor]:
+    """Return the part after the delta rule: hidden, mixed and gate [T, V, e], weights."""
+    norm, gated_norm = sizes.norm, sizes.gated_norm
+
+    def after(hidden: Tensor, mixed: Tensor, gate: Tensor, weights: MixedWeights) -> Tensor:
+        assert weights.mixed_norm is not None  # noqa: S101 - for the type checker
+        normed = gated_norm(mixed, weights.mixed_norm) * functional.silu(gate.float())
+        mixed = normed.to(hidden.dtype).flatten(1)
+        return _feed_forward(hidden + product(mixed, weights.output), norm, weights)
+
+    return after
+
+
+def _feed_forward(hidden: Tensor, norm: Norm, weights: MixedWeights) -> Tensor:
+    gate, up = product(norm(hidden, weights.norm), weights.gate_up).chunk(2, -1)
+    return hidden + product(functional.silu(gate) * up, weights.down)
+
+
+def _convolve(x: Tensor, position: Tensor, kernel: Tensor) -> Tensor:
+    """Convolve each channel over the tokens up to its own. Shapes: x [T, C], kernel [C, taps]."""
+    num_taps = kernel.shape[1]
+    wide, total = x.float(), x.float() * kernel[:, -1].float()
+    for back in range(1, num_taps):
+        earlier = functional.pad(wide, (0, 0, back, 0))[: x.shape[0]]
+        inside = (position >= back)[:, None]
+        total = total + torch.where(inside, earlier, 0.0) * kernel[:, num_taps - 1 - back].float()
+    return total
+
+
+def _unit(x: Tensor) -> Tensor:
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)

@@ -25,7 +25,7 @@ from torch import Tensor
 from trainer.compile_gate import CompileGate, GateSettings
 from trainer.contract.config import LOSSES, VARIANTS, OptimConfig, TrainConfig
 from trainer.data.packing import Batch, Document
-from trainer.model.attention import Attention, FlexAttention, SdpaAttention
+from trainer.model.attention import Attention, FlexAttention, SdpaAttention, SpanAttention
 from trainer.model.draft import DraftModel
 from trainer.model.draft_config import DraftConfig
 from trainer.model.target import FrozenHead
@@ -197,7 +197,9 @@ def run_case(name: str, options: argparse.Namespace) -> dict[str, Any]:
     gate = CompileGate(GateSettings(compile=device != "cpu"))
     try:
         config = train_config(case, device)
-        attention: Attention = FlexAttention(gate) if device != "cpu" else SdpaAttention()
+        attention: Attention = SdpaAttention()
+        if device != "cpu":
+            attention = {"flex": FlexAttention, "spans": SpanAttention}[options.attention](gate)
         draft = DraftModel(draft_config(case), device=device, attention=attention)
         draft.train()
         head = _random_head(case.shapes, device, draft.fc.weight.dtype)
@@ -271,6 +273,7 @@ def main() -> int:
     )
     parser.add_argument("--variant", choices=VARIANTS, default="dflash")
     parser.add_argument("--loss", choices=LOSSES, default="decay")
+    parser.add_argument("--attention", choices=("spans", "flex"), default="spans")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=5)

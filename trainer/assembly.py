@@ -23,7 +23,7 @@ from trainer.data.dataset import Dataset, load_tokenizer
 from trainer.data.packing import Batch, BatchMaker, BatchPlan
 from trainer.data.shards import open_dataset
 from trainer.errors import DataError
-from trainer.model.attention import Attention, FlexAttention, SdpaAttention
+from trainer.model.attention import Attention, FlexAttention, SdpaAttention, SpanAttention
 from trainer.model.batching import BatchingFinding, settle_batching
 from trainer.model.draft import DraftConfig, DraftModel, measured_tap_scale
 from trainer.model.target import Target, load_target
@@ -211,8 +211,13 @@ def settle_targets(
 
 
 def attention_of(config: TrainConfig, gate: CompileGate) -> Attention:
-    """Return flex attention through the gate where it is compiled, else dense SDPA."""
-    return FlexAttention(gate) if compiles(config) else SdpaAttention()
+    """Return dense SDPA where nothing is compiled, else what compile.attention says."""
+    if not compiles(config):
+        return SdpaAttention()
+    on_cuda, wanted = config.run.device == "cuda", config.compile.attention
+    if wanted == "spans" or (wanted == "auto" and on_cuda):
+        return SpanAttention(gate)
+    return FlexAttention(gate)
 
 
 def draft_config(config: TrainConfig, target: Target) -> DraftConfig:

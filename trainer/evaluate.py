@@ -416,7 +416,7 @@ def _accepted_everywhere(
     blocks[:, 0] = ids[anchors[0]]
     where = anchors[0][:, None] + slots
     layout = BlockLayout.of(
-        anchors, torch.ones_like(anchors, dtype=torch.bool), torch.zeros_like(positions), positions
+        anchors, torch.ones_like(anchors, dtype=torch.bool), torch.zeros_like(positions)
     )
     hidden = draft(
         F.embedding(blocks.view(1, -1), head.embedding),

@@ -46,9 +46,7 @@ def run_embeddings(draft: DraftModel, scene: Scene, embeddings: Tensor) -> Tenso
 def masks_of(draft: DraftModel, scene: Scene) -> dict[str, Mask]:
     """Return the masks of the scene's blocks, as the loss makes them."""
     batch = scene.batch
-    layout = BlockLayout.of(
-        batch.anchor_positions, batch.anchor_keep, batch.document_ids, batch.position_ids
-    )
+    layout = BlockLayout.of(batch.anchor_positions, batch.anchor_keep, batch.document_ids)
     return draft.attention.masks(layout, draft.config.rules)
 
 

@@ -1,23 +1,29 @@
-"""Attention backends of the draft: flex on CUDA, dense SDPA elsewhere and as the check.
+"""Attention backends of the draft: Triton kernels or flex on CUDA, dense SDPA elsewhere.
 
-A backend makes the masks of a batch and applies them; both see the same rule of model.masks.
+A backend makes the masks of a batch and applies them; all see the same rule of model.masks. Keys
+and values of the context and of the blocks come apart: only some backends have to join them.
 """
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeAlias, TypeVar
 
+import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from trainer.compile_gate import CompileGate
-from trainer.model.masks import BlockLayout, MaskRule, block_mask, dense_mask
+from trainer.model.masks import BlockLayout, MaskRule, block_mask, context_spans, dense_mask
+
+if TYPE_CHECKING:  # it imports Triton, which a CPU has no use for
+    from trainer.model.span_kernels import Spans
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-Mask = Tensor | BlockMask
+Mask: TypeAlias = "Tensor | BlockMask | Spans"
+KeyValue = tuple[Tensor, Tensor]
 
 
 class Attention(Protocol):
@@ -27,8 +33,12 @@ class Attention(Protocol):
         """Return one mask for each layer type in ``rules``."""
         ...
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None) -> Tensor:
-        """Attend with grouped heads. Shapes: [R, H, Q, d], [R, K, T, d] twice -> [R, H, Q, d]."""
+    def attend(self, query: Tensor, context: KeyValue, own: KeyValue, mask: Mask) -> Tensor:
+        """Attend with grouped heads to the context and to the blocks.
+
+        Shapes: query [R, H, Q, d], context keys and values [R, K, S, d], own [R, K, Q, d] ->
+        [R, H, Q, d].
+        """
         ...
 
     def compiled(self, fn: Callable[P, R]) -> Callable[P, R]:
@@ -40,18 +50,19 @@ class SdpaAttention:
     """Dense boolean mask: exact everywhere, memory of queries x keys."""
 
     def masks(self, layout: BlockLayout, rules: dict[str, MaskRule]) -> dict[str, Mask]:
-        """Return one boolean mask [R, 1, Q, T] for each layer type."""
+        """Return one boolean mask [R, 1, Q, S + Q] for each layer type."""
         return {kind: dense_mask(layout, rule) for kind, rule in rules.items()}
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None) -> Tensor:
-        """Attend through scaled_dot_product_attention; a mask of None shows every key."""
-        if isinstance(mask, BlockMask):
-            raise TypeError("sdpa attention was given a flex BlockMask; make masks with .masks()")
+    def attend(self, query: Tensor, context: KeyValue, own: KeyValue, mask: Mask) -> Tensor:
+        """Attend through scaled_dot_product_attention."""
+        if not isinstance(mask, Tensor):
+            raise TypeError(f"sdpa was given a {type(mask).__name__}; make masks with .masks()")
+        key, value = _joined(context, own)
         groups = query.shape[1] // key.shape[1]
         # The heads of a group become further queries of one key head: nothing is copied per head,
         # and on a CPU this takes three quarters of the time of enable_gqa.
         folded = query.reshape(query.shape[0], key.shape[1], -1, query.shape[-1])
-        repeated = None if mask is None else mask.repeat(1, 1, groups, 1)
+        repeated = mask.repeat(1, 1, groups, 1)
         out = F.scaled_dot_product_attention(folded, key, value, attn_mask=repeated)
         return out.reshape(query.shape)  # some kernels return another memory order
 
@@ -77,11 +88,53 @@ class FlexAttention:
         with nullcontext() if self._gate is None else self._gate.mask():
             return {kind: block_mask(layout, rule) for kind, rule in rules.items()}
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None) -> Tensor:
-        """Attend through flex_attention; a mask of None shows every key."""
+    def attend(self, query: Tensor, context: KeyValue, own: KeyValue, mask: Mask) -> Tensor:
+        """Attend through flex_attention."""
+        key, value = _joined(context, own)
         out: Tensor = self._flex(query, key, value, block_mask=mask, enable_gqa=True)
         return out
 
     def compiled(self, fn: Callable[P, R]) -> Callable[P, R]:
         """Return ``fn`` compiled by the gate."""
         return fn if self._gate is None else self._gate.wrap(fn)
+
+
+class SpanAttention:
+    """Triton kernels for exactly this mask (model.span_kernels): CUDA only.
+
+    Nothing of it is traced; what lies around it is compiled by ``gate``.
+    """
+
+    def __init__(self, gate: CompileGate) -> None:
+        from trainer.model.span_kernels import Spans, reach_of, span_attention  # noqa: PLC0415
+
+        self._gate, self._spans, self._attend = gate, Spans, span_attention
+
+        def spans(layout: BlockLayout, rule: MaskRule) -> tuple[Tensor, Tensor, Tensor]:
+            low, high = context_spans(layout, rule)
+            return low, high, reach_of(low, high, layout.documents.shape[1])
+
+        self._made = gate.wrap(spans)
+
+    def masks(self, layout: BlockLayout, rules: dict[str, MaskRule]) -> dict[str, Mask]:
+        """Return one Spans for each layer type."""
+        with torch.no_grad():
+            return {
+                kind: self._spans(rule.block_size, rule.causal, *self._made(layout, rule))
+                for kind, rule in rules.items()
+            }
+
+    def attend(self, query: Tensor, context: KeyValue, own: KeyValue, mask: Mask) -> Tensor:
+        """Attend through the kernels."""
+        if not isinstance(mask, self._spans):
+            raise TypeError(f"spans were given a {type(mask).__name__}; make masks with .masks()")
+        return self._attend(query, context, own, mask)
+
+    def compiled(self, fn: Callable[P, R]) -> Callable[P, R]:
+        """Return ``fn`` compiled by the gate."""
+        return self._gate.wrap(fn)
+
+
+def _joined(context: KeyValue, own: KeyValue) -> KeyValue:
+    key, value = (torch.cat(parts, 2) for parts in zip(context, own, strict=True))
+    return key, value

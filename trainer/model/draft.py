@@ -69,11 +69,11 @@ class DraftModel(nn.Module):
             self.register_buffer("tap_scale", torch.ones(config.num_taps))
         self._initialise(seed)
         self.to(getattr(torch, config.dtype))
-        # Attention itself stays outside: its kernel is a graph of its own.
-        self._fuse = self.attention.compiled(_fuse)
-        self._before_attention = self.attention.compiled(_before_attention)
-        self._after_attention = self.attention.compiled(_after_attention)
-        self._normed = self.attention.compiled(_normed)
+        # What lies before, between and behind the layers' attention; attention stays outside.
+        self._contexts = self.attention.compiled(_contexts)
+        self._enter = self.attention.compiled(_enter)
+        self._between = self.attention.compiled(_between)
+        self._leave = self.attention.compiled(_leave)
         self.head_kernels = compiled_kernels(self.attention.compiled)
 
     def _initialise(self, seed: int) -> None:
@@ -114,16 +114,21 @@ class DraftModel(nn.Module):
         [R, S], block_positions [R, N * B], masks one a layer type -> [R, N * B, D].
         """
         x = block_embeddings.to(self.fc.weight.dtype)
-        context = self._fuse(self.hidden_norm, target_hidden, self.fc_weight())
-        everywhere = torch.cat((context_positions, block_positions), 1)
-        rotary = Rotary.at(everywhere, self.config, x.dtype)
-        for layer, kind in zip(self._layers(), self.config.layer_types, strict=True):
-            query, key, value, kept = self._before_attention(
-                layer, x, context, rotary.cos, rotary.sin
-            )
-            attended = self.attention.attend(query, key, value, masks[kind])
-            x = self._after_attention(layer, x, attended, kept)
-        return self._normed(self.norm, x)
+        layers, kinds = self._layers(), self.config.layer_types
+        rotary = Rotary.at(context_positions, self.config, x.dtype)
+        contexts = self._contexts(
+            layers, self.hidden_norm, target_hidden, self.fc_weight(), rotary.cos, rotary.sin
+        )
+        rotary = Rotary.at(block_positions, self.config, x.dtype)
+        inner = self._enter(layers[0], x, rotary.cos, rotary.sin)
+        for i, (layer, context, kind) in enumerate(zip(layers, contexts, kinds, strict=True)):
+            query, *own, kept = inner
+            attended = self.attention.attend(query, context, (own[0], own[1]), masks[kind])
+            if i + 1 < len(layers):
+                x, inner = self._between(
+                    (layer, layers[i + 1]), x, attended, kept, rotary.cos, rotary.sin
+                )
+        return self._leave(layers[-1], self.norm, x, attended, kept)
 
     def new_cache(self) -> DraftCache:
         """Return an empty cache for one sequence."""
@@ -193,30 +198,62 @@ def _fuse(hidden_norm: RmsNorm, target_hidden: Tensor, fc_weight: Tensor) -> Ten
     return fused
 
 
-def _before_attention(
-    layer: DraftLayer, x: Tensor, context: Tensor, cos: Tensor, sin: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return query, key and value of a layer, and what its ``finish`` wants back.
+def _contexts(
+    layers: Sequence[DraftLayer],
+    hidden_norm: RmsNorm,
+    target_hidden: Tensor,
+    fc_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+) -> list[tuple[Tensor, Tensor]]:
+    """Return the keys and values of the context for each layer.
 
-    Shapes: x [R, Q, D], context [R, S, D], cos and sin of the context's positions and the
-    block's -> [R, heads, Q, d], [R, kv heads, S + Q, d] twice.
+    One product makes them all, and one the gradient of the context, which so is never a sum of
+    rounded parts. Shapes: target_hidden [R, S, n * D] -> [R, kv heads, S, d] twice a layer.
+    """
+    context = _fuse(hidden_norm, target_hidden, fc_weight)
+    attentions = [layer.self_attn for layer in layers]
+    weights = [w for one in attentions for w in (one.k_proj.weight, one.v_proj.weight)]
+    projected = F.linear(context, torch.cat(weights)).chunk(len(weights), -1)
+    rotary = Rotary(cos, sin)
+    return [
+        one.placed(projected[2 * i], projected[2 * i + 1], rotary)
+        for i, one in enumerate(attentions)
+    ]
+
+
+_Inner = tuple[Tensor, Tensor, Tensor, Tensor | None]
+
+
+def _enter(layer: DraftLayer, x: Tensor, cos: Tensor, sin: Tensor) -> _Inner:
+    """Return query, key and value of the blocks in a layer, and what its ``finish`` wants back.
+
+    Shapes: x [R, Q, D] -> [R, heads, Q, d], [R, kv heads, Q, d] twice.
     """
     rotary = Rotary(cos, sin)
     normed, kept = layer.enter(x)
-    query = layer.self_attn.queries(normed, rotary.last(x.shape[1]))
-    # Joined after the projections, which are narrower than what they project.
-    of_context = layer.self_attn.keys_values(context, rotary.first(context.shape[1]))
-    of_block = layer.self_attn.keys_values(normed, rotary.last(x.shape[1]))
-    key, value = (torch.cat(parts, 2) for parts in zip(of_context, of_block, strict=True))
-    return query, key, value, kept
+    query = layer.self_attn.queries(normed, rotary)
+    return query, *layer.self_attn.keys_values(normed, rotary), kept
 
 
-def _after_attention(layer: DraftLayer, x: Tensor, attended: Tensor, kept: Tensor | None) -> Tensor:
-    return layer.finish(x, attended, kept)
+def _between(
+    layers: tuple[DraftLayer, DraftLayer],
+    x: Tensor,
+    attended: Tensor,
+    kept: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+) -> tuple[Tensor, _Inner]:
+    """Finish a layer and enter the next; returns the residual stream as well."""
+    layer, following = layers
+    x = layer.finish(x, attended, kept)
+    return x, _enter(following, x, cos, sin)
 
 
-def _normed(norm: RmsNorm, x: Tensor) -> Tensor:
-    out: Tensor = norm(x)
+def _leave(
+    layer: DraftLayer, norm: RmsNorm, x: Tensor, attended: Tensor, kept: Tensor | None
+) -> Tensor:
+    out: Tensor = norm(layer.finish(x, attended, kept))
     return out
 
 

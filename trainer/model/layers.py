@@ -42,14 +42,6 @@ class Rotary:
         angle = torch.cat((angle, angle), -1)
         return cls(angle.cos().to(dtype), angle.sin().to(dtype))
 
-    def first(self, count: int) -> "Rotary":
-        """Return the part of the first ``count`` positions."""
-        return Rotary(self.cos[:, :, :count], self.sin[:, :, :count])
-
-    def last(self, count: int) -> "Rotary":
-        """Return the part of the last ``count`` positions."""
-        return Rotary(self.cos[:, :, -count:], self.sin[:, :, -count:])
-
     def turn(self, x: Tensor) -> Tensor:
         """Rotate [R, heads, T, head_dim]."""
         low, high = x.chunk(2, -1)
@@ -76,8 +68,12 @@ class DraftAttention(nn.Module):
 
     def keys_values(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         """Shapes: [R, T, D] -> [R, kv heads, T, head_dim] twice."""
-        keys = rotary.turn(self.k_norm(self._heads(self.k_proj(x))).transpose(1, 2))
-        return keys, self._heads(self.v_proj(x)).transpose(1, 2)
+        return self.placed(self.k_proj(x), self.v_proj(x), rotary)
+
+    def placed(self, key: Tensor, value: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        """Norm and rotate what was projected. Shapes: [R, T, kv heads * d] -> as keys_values."""
+        keys = rotary.turn(self.k_norm(self._heads(key)).transpose(1, 2))
+        return keys, self._heads(value).transpose(1, 2)
 
     def output(self, attended: Tensor) -> Tensor:
         """Shapes: [R, heads, Q, head_dim] -> [R, Q, D]."""

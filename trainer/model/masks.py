@@ -46,12 +46,13 @@ class BlockLayout:
     starts: Tensor
 
     @classmethod
-    def of(
-        cls, anchors: Tensor, anchor_keep: Tensor, documents: Tensor, position_ids: Tensor
-    ) -> "BlockLayout":
-        """Make the layout; position_ids [R, S] count from 0 in each document."""
-        starts = anchors - position_ids.gather(1, anchors)
-        return cls(anchors, anchor_keep, documents, starts)
+    def of(cls, anchors: Tensor, anchor_keep: Tensor, documents: Tensor) -> "BlockLayout":
+        """Make the layout; a document is one stretch of its row."""
+        places = torch.arange(documents.shape[1], device=documents.device)
+        begins = documents != torch.roll(documents, 1, 1)
+        begins[:, 0] = True
+        starts = torch.where(begins, places, 0).cummax(1).values
+        return cls(anchors, anchor_keep, documents, starts.gather(1, anchors))
 
 
 def rule_of(
@@ -71,26 +72,34 @@ def rule_of(
     return MaskRule(block_size, None, causal)
 
 
+def context_spans(layout: BlockLayout, rule: MaskRule) -> tuple[Tensor, Tensor]:
+    """Return the context keys that each query sees, ``low <= key < high``.
+
+    A document is one stretch of its row, so that a query's keys are one too. Equal where it sees
+    none: a padded anchor stands at 0. Shapes: [R, N * B] int32 twice.
+    """
+    anchor, low = layout.anchors[..., None], layout.starts[..., None]
+    slots = torch.arange(rule.block_size, device=anchor.device)
+    high = anchor.expand(-1, -1, rule.block_size)
+    if rule.window is not None:
+        low = torch.maximum(low, anchor + slots - (rule.window - 1))
+    low = torch.minimum(low, high)
+    return low.flatten(1).int(), high.flatten(1).int()
+
+
 def mask_mod(layout: BlockLayout, rule: MaskRule) -> MaskMod:
     """Return the rule as flex's ``(row, head, query, key) -> bool``; its indices may broadcast.
 
-    A padded anchor stands at 0 and so sees no context, but sees its own block: a query without
-    any key would make the softmax NaN.
+    A query without any key would make the softmax NaN; even a padded block sees itself.
     """
-    anchors, documents = layout.anchors, layout.documents
-    size, length = rule.block_size, layout.documents.shape[1]
-    window, causal = rule.window, rule.causal
+    low, high = context_spans(layout, rule)
+    size, length, causal = rule.block_size, layout.documents.shape[1], rule.causal
 
     def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
-        block, slot = query // size, query % size
-        anchor = anchors[row, block]
-        in_context = key.clamp(max=length - 1)
-        context = (key < anchor) & (documents[row, in_context] == documents[row, anchor])
-        own = (key >= length) & ((key - length) // size == block)
-        if window is not None:
-            context = context & (anchor + slot - key < window)
+        context = (key >= low[row, query]) & (key < high[row, query])
+        own = (key >= length) & ((key - length) // size == query // size)
         if causal:
-            own = own & ((key - length) % size <= slot)
+            own = own & ((key - length) % size <= query % size)
         return context | own
 
     return visible

@@ -93,4 +93,4 @@ def test_compiled_pieces_give_the_loss_and_gradients_of_the_plain_ones(
     assert gate.stats.num_unexpected == 0
     for one in (found, again):
         for ours, theirs in zip(one, wanted, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=3e-5)

@@ -32,7 +32,7 @@ def run(draft: DraftModel, blocks: Tensor, taps: Tensor, anchors: list[int]) -> 
     """Training forward of one document. Shapes: blocks [N, B, D], taps [S, n * D] -> [N, B, D]."""
     at, positions = torch.tensor([anchors]), torch.arange(len(taps))[None]
     layout = BlockLayout.of(
-        at, torch.ones_like(at, dtype=torch.bool), torch.zeros_like(positions).int(), positions
+        at, torch.ones_like(at, dtype=torch.bool), torch.zeros_like(positions).int()
     )
     places = (at[..., None] + torch.arange(blocks.shape[1])).flatten(1)
     masks = draft.attention.masks(layout, draft.config.rules)

@@ -13,13 +13,11 @@ def layout_of(
 ) -> BlockLayout:
     """One row of documents one after another, then padding; padded anchors stand at 0."""
     documents = [d for d, length in enumerate(lengths) for _ in range(length)] + [-1] * padding
-    positions = [p for length in lengths for p in range(length)] + [0] * padding
     keep = [True] * len(anchors) + [False] * num_padded
     return BlockLayout.of(
         torch.tensor([anchors + [0] * num_padded]),
         torch.tensor([keep]),
         torch.tensor([documents], dtype=torch.int32),
-        torch.tensor([positions]),
     )
 
 
@@ -116,19 +114,17 @@ CASES = [
 def random_layout(block_size: int, length: int, num_anchors: int) -> BlockLayout:
     generator = torch.Generator().manual_seed(block_size * length)
     documents = torch.full((2, length), -1, dtype=torch.int32)
-    positions = torch.zeros(2, length, dtype=torch.long)
     anchors = torch.zeros(2, num_anchors, dtype=torch.long)
     keep = torch.zeros(2, num_anchors, dtype=torch.bool)
     for row, lengths in enumerate(([length // 3, length // 2], [length])):
         start = 0
         for number, size in enumerate(lengths):
             documents[row, start : start + size] = number
-            positions[row, start : start + size] = torch.arange(size)
             start += size
         used = num_anchors - 3 * row
         anchors[row, :used] = torch.randperm(start, generator=generator)[:used].sort().values
         keep[row, :used] = True
-    return BlockLayout.of(anchors, keep, documents, positions)
+    return BlockLayout.of(anchors, keep, documents)
 
 
 @pytest.mark.parametrize(("block_size", "window", "length", "num_anchors"), CASES)

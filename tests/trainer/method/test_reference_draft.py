@@ -152,7 +152,7 @@ def trained_blocks(draft: DraftModel, taps: Tensor, blocks: Tensor, anchors: lis
     """Training forward of one document. Shapes: taps [S, n * D], blocks [N, B, D] -> the same."""
     at, positions = torch.tensor([anchors]), torch.arange(len(taps))[None]
     layout = BlockLayout.of(
-        at, torch.ones_like(at, dtype=torch.bool), torch.zeros_like(positions).int(), positions
+        at, torch.ones_like(at, dtype=torch.bool), torch.zeros_like(positions).int()
     )
     places = (at[..., None] + torch.arange(blocks.shape[1])).flatten(1)
     masks = draft.attention.masks(layout, draft.config.rules)

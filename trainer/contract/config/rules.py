@@ -171,6 +171,7 @@ def _check_choices(config: Sections) -> None:
         ("optim.name", config.optim.name, ("adamw", "muon")),
         ("run.device", config.run.device, ("cuda", "cpu")),
         ("compile.mode", config.compile.mode, ("auto", "on", "off")),
+        ("compile.attention", config.compile.attention, ("auto", "spans", "flex")),
         ("compile.gate", config.compile.gate, ("on", "off")),
         ("run.export_weights", config.run.export_weights, ("raw", "ema", "best")),
     ]

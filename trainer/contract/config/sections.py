@@ -136,12 +136,14 @@ class OptimConfig:
 class CompileConfig:
     """torch.compile and its gate.
 
-    mode: auto (on for CUDA, off for CPU), on or off. gate: on, or off as an experiment that the
-    manifest and the events mark. watchdog_s: seconds after which a compile or a worker without
+    mode: auto (on for CUDA, off for CPU), on or off. attention: of the draft where mode is on;
+    spans (Triton kernels of our own), flex (flex_attention), or auto: spans on CUDA. gate: on, or
+    off as an experiment that the manifest and the events mark. watchdog_s: seconds after which a compile or a worker without
     progress is reported with every thread's stack; limit_s: seconds after which the run ends.
     """
 
     mode: str = "auto"
+    attention: str = "auto"
     gate: str = "on"
     watchdog_s: float = 120.0
     limit_s: float = 1800.0

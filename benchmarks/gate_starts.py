@@ -22,7 +22,6 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch.fx import GraphModule
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from trainer.assembly import current_device
 from trainer.compile_gate import CompileEvent, CompileGate, GateSettings
 from trainer.model.masks import BlockLayout, MaskRule, block_mask, dense_mask
 
@@ -278,9 +277,10 @@ def take_start(way: Way, runs: CountedRuns, work: Work, tell: Tell) -> None:
             yield stepping.step(shape)
 
     def work_through(thread: int) -> None:
-        with current_device(work.device_of(thread)):
-            for done in steps(thread):
-                tell({"thread": thread} | done)
+        if work.device == "cuda":
+            torch.cuda.set_device(work.device_of(thread))
+        for done in steps(thread):
+            tell({"thread": thread} | done)
 
     threads = [way.spawn(lambda t=t: work_through(t), f"gpu-{t}") for t in range(work.threads)]  # type: ignore[misc]
     for thread in threads:

@@ -53,6 +53,7 @@ class Outcome:
     hung: int = 0
     graphs: int = 0
     seconds: float = 0.0
+    failed_after_s: float | None = None
     errors: Counter[str] = field(default_factory=Counter)
     compiles: list[dict[str, Any]] = field(default_factory=list)
     stacks: list[str] = field(default_factory=list)
@@ -141,6 +142,8 @@ def fork_start(way: str, seed: int, start: Callable[[Tell], None], limits: Limit
         try:
             for line in _lines(reading, began + limits.limit_s, limits.silence_s):
                 outcome.take(json.loads(line))
+                if outcome.kinds and outcome.failed_after_s is None:
+                    outcome.failed_after_s = round(time.monotonic() - began, 2)
             ended = True
         except TimeoutError as error:
             outcome.hung, ended = 1, False
@@ -242,7 +245,9 @@ def campaign(options: argparse.Namespace, counts: dict[str, int]) -> list[Tally]
             preload(work, limits)
         if time.monotonic() > ends:
             break
-        outcome = fork_start(name, seed, partial(start_here, name, work), limits)
+        with tempfile.TemporaryDirectory() as cache:  # nothing on the disk is warm
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+            outcome = fork_start(name, seed, partial(start_here, name, work), limits)
         tallies[name].take(outcome)
         print(json.dumps(outcome.line()), file=sys.stderr, flush=True)
     return list(tallies.values())

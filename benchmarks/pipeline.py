@@ -49,6 +49,7 @@ from trainer.workers.target import Prepared
 _NUM_TAPS = 5
 _LEFT_OUT = 5  # steps at the beginning of a measurement: the queue fills, the allocator settles
 _SAY_EVERY_S = 30.0
+_PROFILE_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -386,12 +387,41 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         both, flow = measure_both(bench, options.minutes * 60)
         found.update(flow | of_steps(both))
     counted = stats_since(bench.gate, before)
+    if options.profile:
+        with stage("profile") as found:
+            found.update(busy_share(bench))
     bench.gate.close()
     overhead_s = gate_overhead_s(bench.config)
     return figures(bench, target, drafters, both) | {
         "gate_us_a_step": round(overhead_s * 1e6, 1),
         "gate_share": gate_share(both, counted, overhead_s),
         "compiles_after_seal": counted["num_graphs"] + counted["num_unexpected"],
+    }
+
+
+def busy_share(bench: Bench) -> dict[str, Any]:
+    """Return which part of a few seconds each card had a kernel or copy, and kernels' sums."""
+    from torch.profiler import ProfilerActivity, profile  # noqa: PLC0415
+
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        both, _ = measure_both(bench, _PROFILE_S)
+        torch.cuda.synchronize()
+    ends: dict[int, float] = {}
+    busy: dict[int, float] = {}
+    total: dict[int, float] = {}
+    first: dict[int, float] = {}
+    events = [e for e in seen.events() or [] if e.device_type.name == "CUDA"]
+    for event in sorted(events, key=lambda e: e.time_range.start):
+        card, start, end = event.device_index, event.time_range.start, event.time_range.end
+        first.setdefault(card, start)
+        since = max(start, ends.get(card, start))
+        busy[card] = busy.get(card, 0.0) + max(0.0, end - since)
+        total[card] = total.get(card, 0.0) + end - start
+        ends[card] = max(ends.get(card, end), end)
+    return {
+        "steps": len(both.tokens),
+        "busy_share": {c: round(busy[c] / (ends[c] - first[c]), 4) for c in busy},
+        "kernels_over_busy": {c: round(total[c] / busy[c], 4) for c in busy},
     }
 
 
@@ -465,6 +495,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--queue-depth", type=int, default=4)
     parser.add_argument("--queue-gb", type=float, default=8.0)
     parser.add_argument("--seconds", type=float, default=10.0, help="of each side alone")
+    parser.add_argument("--profile", action="store_true", help="add the share of time at work")
     parser.add_argument("--minutes", type=float, default=1.0, help="of both together")
     return parser.parse_args(arguments)
 

@@ -1,0 +1,181 @@
+"""The threads of a run around the queue, with targets that fail or are slow."""
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from trainer import assembly
+from trainer.compile_gate import CompileGate
+from trainer.errors import WorkerError
+from trainer.model.target import Target
+from trainer.optim import Schedule
+from trainer.workers.drafter import StepDone
+from trainer.workers.pace import PaceWatch
+from trainer.workers.pipeline import Pipeline
+from trainer.workers.place import cores_near, stay_near
+from trainer.workers.supervisor import Pulse, StopRequest
+
+MakeRun = Callable[..., Path]
+
+
+@dataclass
+class Story:
+    """What a pipeline did. failures: targets that work wait until so many others have failed."""
+
+    failures: int = 0
+    warnings: list[str] = field(default_factory=list)
+    batches: list[int] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    all_failed: threading.Event = field(default_factory=threading.Event)
+
+    def warn(self, text: str) -> None:
+        self.warnings.append(text)
+        if len(self.warnings) == self.failures:
+            self.all_failed.set()
+
+
+def _without_rows(target: Target, kept: int) -> Target:
+    """Return the target with an embedding of ``kept`` rows: it fails on every other token."""
+    target.model.resize_token_embeddings(kept)
+    return Target(target.model, target.target_layer_ids)
+
+
+def _run(run_dir: Path, broken: Sequence[bool], story: Story) -> None:
+    """Run the pipeline of a run directory with one target a flag; True stands for a broken one."""
+    manifest, config = assembly.read_manifest(run_dir)
+    devices = assembly.devices_of(manifest, config)
+    gate = CompileGate(assembly.gate_settings(config, 1))
+    data = assembly.Data.load(manifest, config)
+    steps = assembly.step_range(config, data.plan, 1)
+
+    def load() -> Target:
+        return next(iter(assembly.load_targets(config, devices.targets[:1]).values()))
+
+    def waiting(target: Target) -> Target:
+        if story.failures:
+            decoder = target.model.get_decoder()
+            decoder.register_forward_pre_hook(lambda *_: story.all_failed.wait(20) and None)
+        return target
+
+    def on_step(done: StepDone, _pulse: Pulse) -> None:
+        story.batches += [batch.batch_index for batch in done.sums.batches]
+        story.losses.append(done.sums.loss_sum)
+
+    schedule = Schedule.from_config(config.optim, steps.num_steps)
+    attention = assembly.attention_of(config, gate)
+    place = 0, devices.drafters[0]
+    replica = assembly.build_replica(config, load(), place, attention, schedule, None)
+    try:
+        Pipeline(
+            config=config,
+            gate=gate,
+            maker=data.maker,
+            targets=[_without_rows(load(), 2) if bad else waiting(load()) for bad in broken],
+            replicas=[replica],
+            steps=replace(steps, num_steps=8),
+            stop=StopRequest(),
+            run_dir=run_dir,
+            report=story.warn,
+            on_step=on_step,
+        ).run()
+    finally:
+        gate.close()
+
+
+def test_target_thread_that_fails_is_named_and_the_others_take_its_batches(
+    make_run: MakeRun,
+) -> None:
+    whole, part = Story(), Story(failures=2)
+    _run(make_run("whole"), [False], whole)
+    _run(make_run("part"), [True, False, True], part)
+    assert part.batches == whole.batches == list(range(8))
+    assert part.losses == whole.losses
+    assert whole.warnings == []
+    first_lines = sorted(text.splitlines()[0] for text in part.warnings)
+    assert [line.split(" failed and is left out")[0] for line in first_lines] == [
+        "target-0",
+        "target-2",
+    ]
+    assert all("IndexError: index out of range in self" in line for line in first_lines)
+    assert all("in _work" in text for text in part.warnings)  # the whole stack is in the log
+
+
+def test_last_target_thread_that_fails_ends_the_run_with_its_error(make_run: MakeRun) -> None:
+    story = Story()
+    with pytest.raises(WorkerError, match=r"thread target-\d: IndexError: index out of range"):
+        _run(make_run(), [True, True], story)
+    assert len(story.warnings) == 1
+    assert story.batches == []
+
+
+def test_target_thread_three_times_slower_than_the_others_is_named_once() -> None:
+    pace = PaceWatch()
+    told = []
+    for _ in range(20):
+        told += [pace.note("target-0", 10e-6), pace.note("target-1", 12e-6)]
+        told += [pace.note("target-2", 40e-6)]
+    texts = [text for text in told if text is not None]
+    assert len(texts) == 1
+    # The others' medians are 10 and 12 us, theirs is 11: 40 / 11 = 3.6.
+    assert texts[0].startswith("target-2 needs 40.0 us a token, 3.6 times the median of the other")
+
+
+@pytest.mark.parametrize(("slow", "named"), [(29e-6, False), (31e-6, True)])
+def test_of_two_target_threads_the_slow_one_can_be_told(slow: float, named: bool) -> None:
+    pace = PaceWatch()
+    told = []
+    for batch in range(8):
+        told.append(pace.note("target-0", 10e-6))
+        told.append(pace.note("target-1", 1.0 if batch == 0 else slow))  # the first one compiles
+    assert [text is not None for text in told] == [False] * 15 + [named]
+
+
+def _sys_tree(root: Path, numa_node: str, cpulists: Sequence[str]) -> Path:
+    """Write what sysfs shows of one device and of the memory nodes."""
+    device = root / "bus" / "pci" / "devices" / "0000:1b:00.0"
+    device.mkdir(parents=True)
+    (device / "numa_node").write_text(f"{numa_node}\n")
+    for number, cpus in enumerate(cpulists):
+        node = root / "devices" / "system" / "node" / f"node{number}"
+        node.mkdir(parents=True)
+        (node / "cpulist").write_text(f"{cpus}\n")
+    return root
+
+
+def test_cores_near_a_gpu_are_those_of_its_memory_node(tmp_path: Path) -> None:
+    root = _sys_tree(tmp_path, "1", ["0-3,8", "4-6,9,12-13"])
+    assert cores_near("0000:1b:00.0", root) == {4, 5, 6, 9, 12, 13}
+    assert cores_near("0000:ff:00.0", root) == frozenset()  # no such device
+
+
+@pytest.mark.parametrize(
+    ("numa_node", "cpulists"), [("0", ["0-7"]), ("-1", ["0-3", "4-7"]), ("", ["0-3", "4-7"])]
+)
+def test_no_cores_are_near_where_the_machine_has_one_node_or_does_not_tell(
+    tmp_path: Path, numa_node: str, cpulists: list[str]
+) -> None:
+    assert cores_near("0000:1b:00.0", _sys_tree(tmp_path, numa_node, cpulists)) == frozenset()
+
+
+def test_thread_stays_on_those_near_cores_that_the_process_may_use(tmp_path: Path) -> None:
+    before = os.sched_getaffinity(0)
+    one = min(before)
+    root = _sys_tree(tmp_path, "0", [f"{one},4000-4010", "5000"])
+    found: list[object] = []
+
+    def body() -> None:
+        found.append(stay_near("0000:1b:00.0", root))
+        found.append(os.sched_getaffinity(0))
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join(10)
+    assert found == [{one}, {one}]
+    assert os.sched_getaffinity(0) == before  # of this thread alone
+    far = _sys_tree(tmp_path / "far", "0", ["4000-4010", "5000"])
+    assert stay_near("0000:1b:00.0", far) == frozenset()
+    assert os.sched_getaffinity(0) == before

@@ -272,7 +272,7 @@ def warm_parts(
         with current_device(replica.device):
             replica.draft.train()
             forward_backward(replica, gate, Prepared(batch, hidden), config)
-            replica.optimizer.clear()  # a warm-up changes no weight
+            replica.optimizer.rehearse()  # a warm-up changes no weight
     if config.data.packing:  # rows come in many lengths; packed rows in one
         gate.seal()
 

@@ -1,12 +1,16 @@
 """The optimiser of one draft replica: fp32 masters, AdamW or Muon, schedule, clip, guard, average.
 
 Gradients are summed in one flat fp32 tensor (the one that ``sync`` adds up), so bf16 gradients of
-several micro-batches lose nothing. The order of a step: accumulate, exchange, ``apply``.
+several micro-batches lose nothing. The order of a step: accumulate, exchange, ``launch``, and when
+the host wants to know, ``settle``. Whether a step is taken is decided on the device, before the
+host knows: a gradient or loss that is not finite changes nothing.
 """
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +18,12 @@ from torch import Tensor, nn
 from trainer.contract.config import OptimConfig
 from trainer.errors import CheckpointError, NonFiniteError
 
+if TYPE_CHECKING:
+    from trainer.fused_adamw import FusedAdamw, Moments
+
 # Muon's rate is about ten times AdamW's (vllm-project/speculators RFC 979).
 _ADAMW_PER_MUON_LR = 0.1
+_ALIGNMENT = 64  # numbers; as fused_adamw wants it
 _STATE_KEYS = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
@@ -65,9 +73,9 @@ class WeightAverage:
     def __init__(self, flat: Tensor, decay: float) -> None:
         self.flat, self._decay = flat.clone(), decay
 
-    def follow(self, flat: Tensor, step: int) -> None:
-        """Take in the weights after the 0-based optimiser step ``step``."""
-        self.flat.lerp_(flat, 1 - min(self._decay, (1 + step) / (10 + step)))
+    def follow(self, flat: Tensor, step: int, taken: Tensor) -> None:
+        """Take in the weights after the 0-based optimiser step ``step``, if it was ``taken`` []."""
+        self.flat.lerp_(flat, taken.float() * (1 - min(self._decay, (1 + step) / (10 + step))))
 
 
 class DraftOptimizer:
@@ -90,11 +98,12 @@ class DraftOptimizer:
         self._names = [n for n, p in model.named_parameters() if p.requires_grad]
         self._params = [p for p in model.parameters() if p.requires_grad]
         device = self._params[0].device
-        total = sum(p.numel() for p in self._params)
         self._fused = device.type == "cuda" and config.name == "adamw"
-        self._direct = False
+        self._starts, total = _layout(self._params, _ALIGNMENT if self._fused else 1)
+        self._direct, self._fresh = False, True
+        self._norm: Tensor | None = None
         self.flat_grad = torch.zeros(total, dtype=torch.float32, device=device)
-        self._flat = torch.empty(total, dtype=torch.float32, device=device)
+        self._flat = torch.zeros(total, dtype=torch.float32, device=device)
         self._masters = [nn.Parameter(view) for view in self._views(self._flat)]
         self._write_back: list[tuple[Tensor, Tensor]] = []
         for param, master in zip(self._params, self._masters, strict=True):
@@ -110,6 +119,8 @@ class DraftOptimizer:
         if keep_average and config.ema_decay is not None:
             self._average = WeightAverage(self._flat, config.ema_decay)
         self._optimizers = self._build()
+        self._adamw = self._fused_adamw() if self._fused else None
+        self._moments: Moments | None = None
         self._base_lrs = [[g["lr"] for g in o.param_groups] for o in self._optimizers]
 
     def take_gradients_directly(self) -> None:
@@ -126,91 +137,147 @@ class DraftOptimizer:
 
     @torch.no_grad()
     def accumulate(self) -> None:
-        """Add the parameters' gradients to the flat fp32 sum and clear them."""
+        """Add the parameters' gradients to the flat fp32 sum and clear them; nothing waits."""
+        self._norm = None
         if self._direct:
             return
-        for param, grad in zip(self._params, self._sums, strict=True):
-            if param.grad is not None:
-                grad.add_(param.grad)
-                param.grad = None
+        if self._adamw is not None:
+            grads = [param.grad for param in self._params]
+            self._norm = self._adamw.add_up(grads, self.flat_grad, fresh=self._fresh)
+        else:
+            for param, grad in zip(self._params, self._sums, strict=True):
+                if param.grad is not None:
+                    grad.add_(param.grad)
+        self._fresh = False
+        self._drop_gradients()
 
     def clear(self) -> None:
         """Forget the gradients summed so far."""
         self.flat_grad.zero_()
-        for param in self._params:
-            param.grad = None
+        self._fresh, self._norm = True, None
+        self._drop_gradients()
 
     @torch.no_grad()
-    def apply(self, step: int, loss_sum: float, weight_sum: float) -> Applied:
-        """Take optimiser step ``step`` with the summed gradient divided by ``weight_sum``.
+    def grad_norm(self, *, again: bool = False) -> Tensor:
+        """Return the 2-norm of all gradients together, [] fp32; nothing waits.
 
-        A step in which no position had weight changes nothing but still counts.
+        It is finite if and only if the sum of their squares is. ``again``: the gradients have
+        changed since ``accumulate``.
+        """
+        if self._norm is None or again:
+            if self._adamw is not None:
+                self._norm = self._adamw.norm(self._gradients())
+            else:
+                self._norm = torch.linalg.vector_norm(self.flat_grad)
+        return self._norm
+
+    def rehearse(self) -> None:
+        """Launch all that a step launches, so that it is compiled; no weight changes.
+
+        The gradients summed so far are forgotten.
+        """
+        nothing = torch.full((2,), math.nan, dtype=torch.float64, device=self._flat.device)
+        self.launch(0, nothing, self.grad_norm(again=True))
+        self.clear()
+
+    def apply(self, step: int, loss_sum: float | Tensor, weight_sum: float | Tensor) -> Applied:
+        """Take optimiser step ``step`` and wait for its end: ``launch`` and ``settle``.
+
         Raises: NonFiniteError before any weight has changed.
         """
+        device = self._flat.device
+        sums = [
+            torch.as_tensor(value, dtype=torch.float64, device=device)
+            for value in (loss_sum, weight_sum)
+        ]
+        return self.settle(step, self.launch(step, torch.stack(sums), self.grad_norm()).tolist())
+
+    @torch.no_grad()
+    def launch(self, step: int, sums: Tensor, norm: Tensor) -> Tensor:
+        """Take optimiser step ``step`` with the summed gradient divided by the weight sum.
+
+        Nothing waits on a GPU with AdamW. A loss sum or norm that is not finite changes nothing,
+        the count of steps included; neither does a step in which no position had weight.
+        Shapes: sums [K] fp64, the loss sum, the weight sum and whatever else the host wants to
+        read, norm [] that of the summed gradient -> [K + 1], for ``settle``.
+        """
+        total, norm = norm.double(), norm.double()
+        loss_sum, weight_sum = sums[0], sums[1]
+        good = loss_sum.isfinite() & total.isfinite() & (weight_sum != 0)
+        clip = self._config.clip_norm / (total / weight_sum + 1e-6)
+        scale = torch.where(good, clip.clamp(max=1.0) / weight_sum, math.nan).float()
         factor = self._schedule.factor(step)
-        lr = self._base_lrs[0][0] * factor
-        if weight_sum == 0:
-            self.clear()
-            return Applied(0.0, lr)
-        if not self._fused:
-            self.flat_grad /= weight_sum
-        norm = self._norm(2.0) / (weight_sum if self._fused else 1.0)
+        for optimizer, lrs in zip(self._optimizers, self._base_lrs, strict=True):
+            for group, base in zip(optimizer.param_groups, lrs, strict=True):
+                group["lr"] = base * factor
+        if self._adamw is not None:
+            self._step_fused(self._adamw, scale)
+        elif math.isfinite(scale):
+            self._step_unfused(scale)
+        if self._average is not None:
+            self._average.follow(self._flat, step, good)
+        return torch.cat((sums, norm[None]))
+
+    def settle(self, step: int, values: Sequence[float]) -> Applied:
+        """Say what ``launch`` did, from the host's copy of what it returned; forget the gradients.
+
+        Raises: NonFiniteError when the step was not taken because a number was not finite.
+        """
+        loss_sum, weight_sum, norm = values[0], values[1], values[-1]
         if not (math.isfinite(norm) and math.isfinite(loss_sum)):
             raise NonFiniteError(
                 f"step {step + 1}: loss sum {loss_sum}, gradient norm {norm} ({self.blame()});"
                 " the weights were not changed"
             )
-        clip = min(1.0, self._config.clip_norm / (norm + 1e-6))
-        for optimizer, lrs in zip(self._optimizers, self._base_lrs, strict=True):
-            for group, base in zip(optimizer.param_groups, lrs, strict=True):
-                group["lr"] = base * factor
-        if self._fused:
-            self._step_fused(clip / weight_sum)
-        else:
-            self.flat_grad *= clip
-            for optimizer in self._optimizers:
-                optimizer.step()
-            for target, source in self._write_back:
-                target.copy_(source)
-        if self._average is not None:
-            self._average.follow(self._flat, step)
-        self.clear()
-        return Applied(norm, lr)
+        if self._adamw is None:
+            self.flat_grad.zero_()
+        self._fresh, self._norm = True, None
+        self._drop_gradients()
+        lr = self._base_lrs[0][0] * self._schedule.factor(step)
+        return Applied(norm / weight_sum if weight_sum else 0.0, lr)
 
-    def _step_fused(self, grad_scale: float) -> None:
-        """Step every parameter in one pass; torch's AdamW only holds the state."""
-        from trainer.fused_adamw import Moments, Rates, adamw_step  # noqa: PLC0415 - needs Triton
+    def _step_unfused(self, scale: Tensor) -> None:
+        self.flat_grad *= scale
+        for optimizer in self._optimizers:
+            optimizer.step()
+        for target, source in self._write_back:
+            target.copy_(source)
 
-        (adamw,) = self._optimizers
-        for master in self._masters:
-            if not adamw.state[master]:
-                zero = torch.zeros((), dtype=torch.float32, device=master.device)
-                first, second = torch.zeros_like(master), torch.zeros_like(master)
-                adamw.state[master] = dict(zip(_STATE_KEYS, (zero, first, second), strict=False))
-        torch._foreach_add_([adamw.state[master]["step"] for master in self._masters], 1.0)
-        at = {id(m): place for place, m in enumerate(self._masters)}
-        grads = self._gradients()
-        for group in adamw.param_groups:
-            numbers = (group["lr"], group["betas"], group["eps"], group["weight_decay"])
-            rates = Rates(*numbers, grad_scale)
-            for master in group["params"]:
-                place, held = at[id(master)], adamw.state[master]
-                moments = Moments(held["step"], held["exp_avg"], held["exp_avg_sq"])
-                weight = self._params[place].data
-                adamw_step(grads[place], master.data, moments, weight, rates)
+    def _step_fused(self, adamw: "FusedAdamw", scale: Tensor) -> None:
+        from trainer.fused_adamw import Rates  # noqa: PLC0415 - needs Triton
 
-    def _gradients(self) -> list[Tensor]:
-        """Return the gradients summed so far, in the order of the parameters."""
-        if not self._direct:
-            return self._sums
-        return [torch.zeros_like(p) if p.grad is None else p.grad for p in self._params]
+        group = self._optimizers[0].param_groups[0]
+        rates = Rates(group["lr"], group["betas"], group["eps"])
+        adamw.step(self._gradients(), self._flat, self._held(), rates, scale)
 
-    def _norm(self, order: float) -> float:
-        """Return the norm of all gradients together. Waits for the device."""
-        if not self._direct:
-            return float(torch.linalg.vector_norm(self.flat_grad, ord=order))
-        norms = torch._foreach_norm(self._gradients(), order, dtype=torch.float32)
-        return float(torch.linalg.vector_norm(torch.stack(norms), ord=order))
+    def _fused_adamw(self) -> "FusedAdamw":
+        """Return the kernels over the parameters; torch's AdamW only holds groups and state."""
+        from trainer.fused_adamw import FusedAdamw  # noqa: PLC0415 - needs Triton
+
+        groups = self._optimizers[0].param_groups
+        decays = {id(m): group["weight_decay"] for group in groups for m in group["params"]}
+        return FusedAdamw(self._params, self._starts, [decays[id(m)] for m in self._masters])
+
+    def _held(self) -> "Moments":
+        """Return the moments of the fused AdamW, made when they are first needed."""
+        from trainer.fused_adamw import Moments  # noqa: PLC0415 - needs Triton
+
+        if self._moments is None:
+            made = self._moments = Moments.zero(self._flat)
+            firsts, seconds = self._views(made.exp_avg), self._views(made.exp_avg_sq)
+            for master, first, second in zip(self._masters, firsts, seconds, strict=True):
+                held = (made.step, first, second)
+                state = dict(zip(_STATE_KEYS, held, strict=False))
+                self._optimizers[0].state[master] = state
+        return self._moments
+
+    def _gradients(self) -> list[Tensor | None]:
+        """Return the gradients summed so far, in the order of the parameters; None is zeros."""
+        return [param.grad for param in self._params] if self._direct else list(self._sums)
+
+    def _drop_gradients(self) -> None:
+        for param in self._params:
+            param.grad = None
 
     def masters(self) -> dict[str, Tensor]:
         """Return the fp32 master weights by parameter name (not copies)."""
@@ -253,16 +320,22 @@ class DraftOptimizer:
             _check_same("average", self.masters(), begun)
             for name, view in self.average().items():
                 view.copy_(begun[name])
+        self._moments = None
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 for param in group["params"]:
                     optimizer.state[param] = {}
+        if state and self._fused:
+            self._held()
         for full_name, tensor in state.items():
             name, _, key = full_name.rpartition("/")
             if name not in self._names or key not in _STATE_KEYS:
                 raise CheckpointError(f"optimiser state of an unknown parameter: {full_name}")
             master = self._masters[self._names.index(name)]
             owner = self._owner(master)
+            if self._fused:  # its tensors are views of flat ones
+                owner.state[master][key].copy_(tensor)
+                continue
             on_host = key == "step" and not owner.defaults.get("fused", False)
             owner.state[master][key] = tensor.to("cpu" if on_host else master.device, copy=True)
 
@@ -279,10 +352,8 @@ class DraftOptimizer:
         return lines
 
     def _views(self, flat: Tensor) -> Iterator[Tensor]:
-        start = 0
-        for param in self._params:
+        for param, start in zip(self._params, self._starts, strict=True):
             yield flat[start : start + param.numel()].view(param.shape)
-            start += param.numel()
 
     def _build(self) -> list[torch.optim.Optimizer]:
         """Make the optimisers; the first group's learning rate is the one that is reported."""
@@ -328,14 +399,10 @@ class DraftOptimizer:
         """Say whether every master weight is finite. Waits for the device."""
         return bool(torch.linalg.vector_norm(self._flat, ord=math.inf).isfinite())
 
-    def is_finite(self) -> bool:
-        """Say whether every gradient summed so far is finite. Waits for the device."""
-        # The greatest absolute value passes NaN on and needs no second tensor of this size.
-        return math.isfinite(self._norm(math.inf))
-
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients summed so far by parameter name (not copies)."""
-        return dict(zip(self._names, self._gradients(), strict=True))
+        found = zip(self._names, self._params, self._gradients(), strict=True)
+        return {name: torch.zeros_like(p) if g is None else g for name, p, g in found}
 
     def blame(self) -> str:
         """Say in words which gradients are not finite."""
@@ -343,6 +410,13 @@ class DraftOptimizer:
         if not bad:
             return "every gradient is finite by itself"
         return f"gradient not finite in {len(bad)} of {len(self._names)} tensors, first {bad[0]}"
+
+
+def _layout(params: Sequence[Tensor], alignment: int) -> tuple[list[int], int]:
+    """Return where each parameter begins in a flat tensor, and that tensor's length."""
+    rooms = [math.ceil(param.numel() / alignment) * alignment for param in params]
+    ends = list(itertools.accumulate(rooms, initial=0))
+    return ends[:-1], ends[-1]
 
 
 def _is_layer_matrix(name: str, tensor: Tensor) -> bool:

@@ -9,7 +9,7 @@ import itertools
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -60,6 +60,13 @@ class StepSums:
         return {k: above / below if below else 0.0 for k, (above, below) in self.figures.items()}
 
 
+class Exchanged(NamedTuple):
+    """Of all replicas: the sums, and in rank order [replicas, K] what is still on the device."""
+
+    sums: StepSums
+    rows: Tensor
+
+
 class GradientSync:
     """Meeting point of ``num_replicas`` drafter threads; each calls ``exchange`` once a step."""
 
@@ -67,19 +74,22 @@ class GradientSync:
         self._num_replicas = num_replicas
         self._barrier = threading.Barrier(num_replicas)
         self._flats: list[Tensor | None] = [None] * num_replicas
+        self._rows: list[Tensor | None] = [None] * num_replicas
         self._sums = [StepSums() for _ in range(num_replicas)]
 
-    def exchange(self, rank: int, flat: Tensor, sums: StepSums) -> StepSums:
-        """Replace ``flat`` by the sum over all replicas; return the sums over all replicas.
+    def exchange(self, rank: int, flat: Tensor, sums: StepSums, row: Tensor) -> Exchanged:
+        """Replace ``flat`` by the sum over all replicas.
 
-        Shapes: flat [P] fp32, the same P in every replica.
+        Shapes: flat [P] fp32, row [K] of figures that are still on the device; the same P and K in
+        every replica.
         Raises: ChannelClosedError when another thread failed or the run is being stopped.
         """
-        self._flats[rank], self._sums[rank] = flat, sums
+        self._flats[rank], self._sums[rank], self._rows[rank] = flat, sums, row
         self._meet(flat)
         total = StepSums()
         for one in self._sums:
             total.add(one)
+        rows = torch.stack([one.to(row.device) for one in self._rows if one is not None])
         if self._num_replicas > 1:
             flats = [f for f in self._flats if f is not None]
             bounds = _slices(flat.numel(), self._num_replicas)
@@ -89,15 +99,23 @@ class GradientSync:
                 if owner != rank:
                     flat[start:stop].copy_(flats[owner][start:stop])
         self._meet(flat)
-        return total
+        return Exchanged(total, rows)
 
     def abort(self) -> None:
         """Wake whoever waits here; ``exchange`` raises from now on."""
         self._barrier.abort()
 
+    def wait_for_abort(self) -> NoReturn:
+        """Wait for the end of the run, which another thread has met; raises ChannelClosedError."""
+        self._wait()
+        raise ChannelClosedError("another drafter thread left the step")
+
     def _meet(self, flat: Tensor) -> None:
         if flat.is_cuda:
             torch.cuda.synchronize(flat.device)  # others read this memory from their own streams
+        self._wait()
+
+    def _wait(self) -> None:
         try:
             self._barrier.wait()
         except threading.BrokenBarrierError as error:

@@ -53,12 +53,14 @@ def test_schedule_says_where_it_stands() -> None:
 
 def test_average_follows_the_weights_with_a_decay_that_rises() -> None:
     average = WeightAverage(torch.tensor([10.0]), 0.2)
-    weights = torch.tensor([0.0])
-    average.follow(weights, 0)  # decay 1/10
+    weights, taken = torch.tensor([0.0]), torch.tensor(True)
+    average.follow(weights, 0, taken)  # decay 1/10
     assert average.flat.item() == pytest.approx(1.0)
-    average.follow(weights, 1)  # 2/11
+    average.follow(weights, 1, taken)  # 2/11
     assert average.flat.item() == pytest.approx(2 / 11)
-    average.follow(weights, 50)  # 0.2, not 51/60
+    average.follow(weights, 50, taken)  # 0.2, not 51/60
+    assert average.flat.item() == pytest.approx(0.4 / 11)
+    average.follow(weights, 51, torch.tensor(False))
     assert average.flat.item() == pytest.approx(0.4 / 11)
 
 
@@ -86,9 +88,9 @@ def test_average_that_a_checkpoint_lacks_begins_at_its_weights() -> None:
 
 def test_gradient_sum_that_is_not_finite_is_seen() -> None:
     optimizer = DraftOptimizer(_one_weight(1.0), OptimConfig(), FLAT)
-    for value, finite in ((3e38, True), (math.nan, False), (-math.inf, False)):
+    for value, finite in ((1e19, True), (math.nan, False), (-math.inf, False)):
         optimizer.flat_grad.fill_(value)
-        assert optimizer.is_finite() is finite
+        assert bool(optimizer.grad_norm(again=True).isfinite()) is finite
 
 
 def test_first_adamw_step_is_the_learning_rate_after_normalising_and_clipping() -> None:
@@ -147,6 +149,19 @@ def test_loss_that_is_not_finite_stops_before_a_weight_changes() -> None:
     with pytest.raises(NonFiniteError, match="loss sum nan"):
         optimizer.apply(0, math.nan, 1.0)
     assert model.weight.item() == 1.0
+
+
+def test_rehearsed_step_changes_nothing_and_forgets_the_gradient() -> None:
+    model = Tiny()
+    optimizer = DraftOptimizer(model, OptimConfig(lr=0.01, ema_decay=0.9), FLAT)
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    model.fc.weight.grad = torch.ones(4, 4)
+    optimizer.accumulate()
+    optimizer.rehearse()
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+    assert all(torch.equal(tensor, before[n]) for n, tensor in optimizer.average().items())
+    assert optimizer.state() == {}
+    assert not optimizer.flat_grad.any()
 
 
 def test_step_without_weight_changes_nothing() -> None:

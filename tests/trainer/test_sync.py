@@ -15,9 +15,12 @@ def test_three_replicas_end_with_the_same_sum_to_the_bit() -> None:
     expected = (flats[0] + flats[1]) + flats[2]
     sync = GradientSync(3)
     totals: list[StepSums] = [StepSums()] * 3
+    rows = [torch.empty(0)] * 3
 
     def exchange(rank: int) -> None:
-        totals[rank] = sync.exchange(rank, flats[rank], StepSums(1.5, 2.0, 10, rank))
+        row = torch.tensor([float(rank), 7.0])
+        sums = StepSums(num_tokens=10, num_anchors=rank)
+        totals[rank], rows[rank] = sync.exchange(rank, flats[rank], sums, row)
 
     threads = [threading.Thread(target=exchange, args=(rank,)) for rank in range(3)]
     for thread in threads:
@@ -25,21 +28,23 @@ def test_three_replicas_end_with_the_same_sum_to_the_bit() -> None:
     for thread in threads:
         thread.join(10)
     assert all(torch.equal(flat, expected) for flat in flats)
-    assert totals == [StepSums(4.5, 6.0, 30, 3)] * 3
+    assert totals == [StepSums(num_tokens=30, num_anchors=3)] * 3
+    assert all(found.tolist() == [[0.0, 7.0], [1.0, 7.0], [2.0, 7.0]] for found in rows)
 
 
 def test_one_replica_keeps_its_gradient() -> None:
     flat = torch.tensor([1.0, 2.0])
-    total = GradientSync(1).exchange(0, flat, StepSums(3.0, 4.0, 5, 6))
+    sums = StepSums(num_tokens=5, num_anchors=6)
+    total, rows = GradientSync(1).exchange(0, flat, sums, torch.tensor([3.0]))
     assert flat.tolist() == [1.0, 2.0]
-    assert total == StepSums(3.0, 4.0, 5, 6)
+    assert (total, rows.tolist()) == (sums, [[3.0]])
 
 
 def test_fewer_parameters_than_replicas_still_add_up() -> None:
     flats = [torch.tensor([float(rank)]) for rank in range(3)]
     sync = GradientSync(3)
     threads = [
-        threading.Thread(target=sync.exchange, args=(rank, flats[rank], StepSums()))
+        threading.Thread(target=sync.exchange, args=(rank, flats[rank], StepSums(), torch.ones(1)))
         for rank in range(3)
     ]
     for thread in threads:
@@ -55,7 +60,7 @@ def test_abort_wakes_a_replica_that_waits_for_the_others() -> None:
 
     def exchange() -> None:
         with pytest.raises(ChannelClosedError, match="another drafter") as info:
-            sync.exchange(0, torch.zeros(4), StepSums())
+            sync.exchange(0, torch.zeros(4), StepSums(), torch.ones(1))
         caught.append(info.value)
 
     thread = threading.Thread(target=exchange)

@@ -1,7 +1,8 @@
 """Drafter threads: forward, backward, exchange of gradients, optimiser step, all in lockstep."""
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from trainer.loss import LossSums, draft_loss
 from trainer.model.draft import DraftModel
 from trainer.model.target import FrozenHead
 from trainer.optim import Applied, DraftOptimizer
-from trainer.sync import GradientSync, StepSums, TrainedBatch
+from trainer.sync import Exchanged, GradientSync, StepSums, TrainedBatch
 from trainer.workers.failed_batch import FailedBatch, save_failed
 from trainer.workers.place import take_place
 from trainer.workers.supervisor import Pulse, StopRequest
@@ -69,6 +70,46 @@ class StepRange:
             (step * self.accumulation + micro) * self.num_drafters + rank
             for micro in range(self.accumulation)
         ]
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """What one drafter has to tell of a step before it is taken.
+
+    sums: what the host knows. row: what is still on the device, fp64: loss sum, weight sum, hits,
+    slots, accepted, two numbers for each of ``keys``, and the gradient's norm. last: the last
+    batch, kept for replay.
+    """
+
+    sums: StepSums
+    row: Tensor
+    keys: tuple[str, ...]
+    last: Prepared
+
+
+class HostCopy:
+    """Numbers on their way from a device to the host, behind the work that makes them."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._host, self._arrived = values, None
+        if values.is_cuda:
+            self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._host.copy_(values, non_blocking=True)
+            self._arrived = torch.cuda.current_stream(values.device).record_event()
+
+    def wait(self) -> list[float]:
+        """Return the numbers once they are here; work queued after them goes on."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        found: list[float] = self._host.tolist()
+        return found
+
+
+def _figures(sums: LossSums) -> Tensor:
+    """Lay the sums of a step one behind the other, in fp64, which counts exactly."""
+    one = (sums.loss_sum, sums.weight_sum, sums.hits.sum(), sums.counts.sum(), sums.accepted_sum)
+    laid = [value.double().view(1) for value in one]
+    return torch.cat(laid + [pair.double() for pair in sums.figures.values()])
 
 
 def step_key(device: torch.device, batch: Batch, draft: DraftModel) -> tuple[object, ...]:
@@ -129,27 +170,30 @@ class DrafterWorker:
         replica.draft.train()
         for step in range(self.steps.first, self.steps.num_steps):
             began = time.monotonic()
-            sums, last = self._accumulate(step, pulse)
-            sums.num_stop = int(self.stop.soft.is_set())
+            trained = self._accumulate(step, pulse)
             with pulse.wait(f"for the other drafters in step {step}"):
-                total = self.sync.exchange(replica.rank, replica.optimizer.flat_grad, sums)
-            try:
-                applied = replica.optimizer.apply(step, total.loss_sum, total.weight_sum)
-            except NonFiniteError as error:  # finite in every rank, and not in their sum
-                raise self._kept(step, last, str(error)) from error
+                exchanged = self.sync.exchange(
+                    replica.rank, replica.optimizer.flat_grad, trained.sums, trained.row
+                )
+            pulse.beat(f"takes step {step}")
+            applied = self._apply(step, trained, exchanged, pulse)
             if replica.rank == 0:
                 pulse.beat(f"reports step {step}")
                 took = time.monotonic() - began
-                self.on_step(StepDone(step + 1, last.batch.epoch, total, applied, took), pulse)
-            del last  # its memory is needed for the next batch
-            if total.num_stop:
+                epoch = trained.last.batch.epoch
+                done = StepDone(step + 1, epoch, exchanged.sums, applied, took)
+                self.on_step(done, pulse)
+            del trained  # the batch's memory is needed for the next
+            if exchanged.sums.num_stop:
                 self.channel.close()  # every drafter has taken its last batch
                 return
 
-    def _accumulate(self, step: int, pulse: Pulse) -> tuple[StepSums, Prepared]:
-        """Sum the gradients of this rank's batches; returns the last batch as well."""
+    def _accumulate(self, step: int, pulse: Pulse) -> "_Trained":
+        """Sum the gradients of this rank's batches, and what is to be told of them."""
+        optimizer = self.replica.optimizer
         parts: list[LossSums] = []
-        sums = StepSums()
+        sums = StepSums(num_stop=int(self.stop.soft.is_set()))
+        unread: tuple[Prepared, HostCopy] | None = None
         for index in self.steps.indices(step, self.replica.rank):
             with pulse.wait(f"for batch {index}"):
                 prepared = self.channel.get(index).received()
@@ -159,28 +203,58 @@ class DrafterWorker:
                     self.replica, self.gate, prepared, self.config, self._progress(step)
                 )
             )
-            self._check_finite(step, prepared, parts[-1])
+            if unread is not None:  # the device has this batch to work on meanwhile
+                self._check_finite(step, unread[0], unread[1].wait())
+            finite = torch.stack((parts[-1].loss_sum.double(), optimizer.grad_norm().double()))
+            unread = prepared, HostCopy(finite)
             batch = prepared.batch
             sums.num_tokens += batch.num_tokens
             sums.num_anchors += batch.num_anchors
             sums.batches += (TrainedBatch(index, batch.epoch, batch.sample_ids),)
         whole = LossSums.total(parts)
-        sums.loss_sum, sums.weight_sum = float(whole.loss_sum), float(whole.weight_sum)
-        sums.num_hits, sums.num_slots = int(whole.hits.sum()), int(whole.counts.sum())
-        sums.num_accepted = int(whole.accepted_sum)
-        sums.figures = {key: tuple(value.tolist()) for key, value in whole.figures.items()}
-        return sums, prepared
+        row = torch.cat((_figures(whole), finite[1:]))
+        return _Trained(sums, row, tuple(whole.figures), prepared)
+
+    def _apply(self, step: int, trained: "_Trained", exchanged: Exchanged, pulse: Pulse) -> Applied:
+        """Take the step, read what all ranks have to tell, and complete the sums with it.
+
+        This is where the host waits for the device. Raises: NonFiniteError in the ranks to blame,
+        ChannelClosedError in the others; the device has not taken the step then.
+        """
+        optimizer, (sums, rows) = self.replica.optimizer, exchanged
+        norm = optimizer.grad_norm(again=len(rows) > 1)
+        launched = optimizer.launch(step, rows[:, :-1].sum(0), norm)
+        told = HostCopy(torch.cat((launched, rows[:, 0], rows[:, -1]))).wait()
+        told, losses, norms = (
+            told[: len(launched)],
+            told[len(launched) : -len(rows)],
+            told[-len(rows) :],
+        )
+        rank = self.replica.rank
+        self._check_finite(step, trained.last, (losses[rank], norms[rank]))
+        if not all(map(math.isfinite, losses + norms)):
+            with pulse.wait("for the drafter whose batch is not finite"):
+                self.sync.wait_for_abort()
+        try:
+            applied = optimizer.settle(step, told)
+        except NonFiniteError as error:  # finite in every rank, and not in their sum
+            raise self._kept(step, trained.last, str(error)) from error
+        sums.loss_sum, sums.weight_sum = told[:2]
+        sums.num_hits, sums.num_slots, sums.num_accepted = (int(value) for value in told[2:5])
+        pairs = zip(told[5:-1:2], told[6:-1:2], strict=True)
+        sums.figures = dict(zip(trained.keys, pairs, strict=True))
+        return applied
 
     def _progress(self, step: int) -> float:
         return step / self.steps.num_steps
 
-    def _check_finite(self, step: int, prepared: Prepared, sums: LossSums) -> None:
-        optimizer = self.replica.optimizer
-        if optimizer.is_finite() and bool(sums.loss_sum.isfinite()):
+    def _check_finite(self, step: int, prepared: Prepared, found: Sequence[float]) -> None:
+        """Raise NonFiniteError unless ``found``, loss sum and gradient norm, are finite."""
+        if all(math.isfinite(value) for value in found):
             return
         where = f"step {step + 1}: batch {prepared.batch.index} of drafter {self.replica.rank}"
         reason = (
-            f"{where}: loss sum {float(sums.loss_sum)}, {optimizer.blame()};"
+            f"{where}: loss sum {found[0]}, {self.replica.optimizer.blame()};"
             " the weights were not changed"
         )
         raise self._kept(step, prepared, reason)

@@ -33,7 +33,7 @@ from benchmarks.draft_step import ceiling_tflops
 from trainer import assembly
 from trainer.channel import OrderedChannel
 from trainer.compile_gate import CompileGate, GateStats
-from trainer.contract.config import TrainConfig
+from trainer.contract.config import TrainConfig, with_override
 from trainer.data.dataset import ChatDataset, Sample
 from trainer.data.packing import BatchMaker, BatchPlan
 from trainer.errors import ChannelClosedError
@@ -148,37 +148,38 @@ class Bench:
     def _config(self) -> TrainConfig:
         options, shapes = self.options, self.shapes
         heads, kv_heads, head_dim = shapes.draft
-        return TrainConfig.from_dict(
-            {
-                "target": {
-                    "path": "none",
-                    "dtype": options.dtype,
-                    "forward_tokens": options.tokens,
-                    "batching": "rows" if shapes.hybrid else "auto",
-                },
-                "data": {
-                    "path": "none",
-                    "token_budget": options.tokens,
-                    "max_length": options.longest,
-                    "max_anchors": options.anchors,
-                },
-                "draft": {
-                    "mask_token_id": shapes.mask_token_id,
-                    "num_attention_heads": heads,
-                    "num_key_value_heads": kv_heads,
-                    "head_dim": head_dim,
-                    "dtype": options.dtype,
-                },
-                "optim": {"lr": 1e-5, "epochs": 1e5, "max_steps": 1_000_000},
-                "run": {
-                    "device": options.device,
-                    "queue_depth": options.queue_depth,
-                    "queue_bytes": int(options.queue_gb * 1e9),
-                    "cpu_threads": 1 if options.device == "cpu" else None,
-                },
-                "compile": {"watchdog_s": 60.0, "limit_s": 200.0},
-            }
-        )
+        raw: dict[str, Any] = {
+            "target": {
+                "path": "none",
+                "dtype": options.dtype,
+                "forward_tokens": options.tokens,
+            },
+            "data": {
+                "path": "none",
+                "token_budget": options.tokens,
+                "max_length": options.longest,
+                "max_anchors": options.anchors,
+            },
+            "draft": {
+                "mask_token_id": shapes.mask_token_id,
+                "num_attention_heads": heads,
+                "num_key_value_heads": kv_heads,
+                "head_dim": head_dim,
+                "dtype": options.dtype,
+            },
+            "optim": {"lr": 1e-5, "epochs": 1e5, "max_steps": 1_000_000},
+            "run": {
+                "device": options.device,
+                "queue_depth": options.queue_depth,
+                "queue_bytes": int(options.queue_gb * 1e9),
+                "cpu_threads": 1 if options.device == "cpu" else None,
+            },
+            "compile": {"watchdog_s": 60.0, "limit_s": 200.0},
+        }
+        for setting in options.set:
+            key, _, value = setting.partition("=")
+            raw = with_override(raw, key, json_or_text(value))
+        return TrainConfig.from_dict(raw)
 
     def _samples(self) -> tuple[Sample, ...]:
         draw = np.random.default_rng(0)
@@ -221,6 +222,14 @@ class Bench:
         """Return the memory of each device in use."""
         devices = dict.fromkeys([*self.target_devices, *self.drafter_devices])
         return {str(device): Memory.of(device) for device in devices}
+
+
+def json_or_text(text: str) -> Any:
+    """Return a value of --set: JSON where it is, else the text itself."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def build_target(shapes: Shapes, options: argparse.Namespace, device: torch.device) -> Target:
@@ -387,7 +396,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         both, flow = measure_both(bench, options.minutes * 60)
         found.update(flow | of_steps(both))
     counted = stats_since(bench.gate, before)
-    if options.profile:
+    if options.profile and options.device == "cuda":
         with stage("profile") as found:
             found.update(busy_share(bench))
     bench.gate.close()
@@ -495,6 +504,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--queue-depth", type=int, default=4)
     parser.add_argument("--queue-gb", type=float, default=8.0)
     parser.add_argument("--seconds", type=float, default=10.0, help="of each side alone")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--profile", action="store_true", help="add the share of time at work")
     parser.add_argument("--minutes", type=float, default=1.0, help="of both together")
     return parser.parse_args(arguments)

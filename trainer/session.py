@@ -185,6 +185,8 @@ class Session:
             report=self._metrics.warning,
             on_step=on_step,
         )
+        if route := pipeline.transfer.describe():
+            self._metrics.note(route)
         self._metrics.phase("train", step=steps.first, num_steps=steps.num_steps)
         pipeline.run()
 

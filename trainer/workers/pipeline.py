@@ -40,6 +40,7 @@ class Pipeline:
     on_step: Callable[[StepDone, Pulse], None]
     channel: OrderedChannel[Prepared] = field(init=False)
     supervisor: Supervisor = field(init=False)
+    transfer: Transfer = field(init=False)
 
     def __post_init__(self) -> None:
         run, each = self.config.run, self.steps.batches_per_step
@@ -50,6 +51,7 @@ class Pipeline:
             max_bytes=run.queue_bytes,
             makers=len(self.targets),
         )
+        self.transfer = Transfer(self._devices())
         self._sync = GradientSync(len(self.replicas))
         self.supervisor = Supervisor(
             self.gate,
@@ -97,7 +99,6 @@ class Pipeline:
     def add_targets(self) -> None:
         """Add the target threads, which feed the channel."""
         cache, pace = FeatureCache(self.config.target.cache_bytes), PaceWatch()
-        transfer = Transfer(self._devices())
         for number, target in enumerate(self.targets):
             worker = TargetWorker(
                 name=f"target-{number}",
@@ -105,7 +106,7 @@ class Pipeline:
                 maker=self.maker,
                 cache=cache,
                 channel=self.channel,
-                transfer=transfer,
+                transfer=self.transfer,
                 drafters=[replica.device for replica in self.replicas],
                 gate=self.gate,
                 pace=pace,

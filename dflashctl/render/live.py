@@ -82,6 +82,8 @@ def _figures(view: RunView, mono_s: float, width: int) -> list[Line]:
     speed = f"{ktok(view.step)} Ktok/s   {of('anchors_per_s', '.0f')} anchors/s"
     pace = f"{of('step_s', '.3f')} s/step   epoch {of('epoch', '.3g')}"
     target, drafter = of("target_wait_s", ".3f"), of("drafter_wait_s", ".3f")
+    waiting = view.step.get("q_hs_bytes")
+    held = f" ({size(waiting)})" if isinstance(waiting, int) else ""
     expected = f"{of('expected_accepted', '.3f')} (teacher-forced estimate)"
     compiles = f"compiles {view.num_compiles} ({duration(view.compile_s)})"
     last = f"last event {duration(age_s)}{' ago' if age_s is not None else ''}"
@@ -89,7 +91,7 @@ def _figures(view: RunView, mono_s: float, width: int) -> list[Line]:
         (loss + sparkline(list(view.losses), max(0, min(40, width - len(loss)))), ""),
         (f"slot accuracy {of('slot_accuracy', '.3f')}   expected accepted {expected}", ""),
         (f"{speed}   {pace}", ""),
-        (f"q_hs {of('q_hs', '.3g')}   waits: target {target} s, drafter {drafter} s", ""),
+        (f"q_hs {of('q_hs', '.3g')}{held}   waits: target {target} s, drafter {drafter} s", ""),
     ]
     notes = (f"{compiles}   checkpoint {view.checkpoint.get('step', '-')}   {last}", "")
     return [*(running if view.step else []), notes, *_evaluation(view.evaluation)]

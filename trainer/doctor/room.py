@@ -25,8 +25,8 @@ _EVENT_BYTES = 900  # a step event and its line of the log
 _FULL_FRAC = 0.95  # of a GPU: CUDA itself and fragments take the rest
 _TOKEN_BYTES = 5  # a token id and its mask, in memory
 _GPU_FIXES = {
-    "target": "lower target.forward_tokens, data.token_budget or run.queue_depth",
-    "drafter": "lower data.max_anchors, data.token_budget or loss.chunk_rows",
+    "target": "lower target.forward_tokens or data.token_budget",
+    "drafter": "lower data.max_anchors, data.token_budget, run.queue_bytes or loss.chunk_rows",
 }
 
 
@@ -156,7 +156,7 @@ def available_bytes(
 def target_facts(
     text_config: Any, weight_bytes: int, draft: DraftConfig, config: TrainConfig, card: Card
 ) -> DeviceFacts:
-    """Return what a target GPU holds: weights, one forward, and taps that wait for drafters."""
+    """Return what a target GPU holds: weights, one forward, and taps on their way to drafters."""
     size = _SIZES[config.target.dtype]
     hidden = int(text_config.hidden_size)
     inner = _inner_size(text_config, hidden)
@@ -166,7 +166,8 @@ def target_facts(
         "weights": weight_bytes,
         # The residual, its norm, queries to outputs, and the three inner products of one layer.
         "forward (estimate)": forward_tokens * (8 * hidden + 3 * inner) * size,
-        "taps in the queue": taps * (config.run.queue_depth + 1),
+        # One batch is made while another waits to be handed over; one copy joins its documents.
+        "taps of two batches": taps * 3,
     }
     return DeviceFacts(card, parts)
 
@@ -197,6 +198,7 @@ def drafter_facts(draft: DraftConfig, config: TrainConfig, card: Card) -> Device
     # values, outputs and inner products; of each context token keys and values, before and after.
     per_block = 5 * hidden + 4 * heads + 4 * narrow + 4 * draft.intermediate_size
     kept = block_tokens * per_block + data.token_budget * 6 * narrow
+    taps = data.token_budget * draft.num_taps * hidden * _SIZES[config.target.dtype]
     parts = {
         "weights": own,
         "fp32 masters": numbers * 4,
@@ -204,6 +206,7 @@ def drafter_facts(draft: DraftConfig, config: TrainConfig, card: Card) -> Device
         "gradients": numbers * 4 + numbers * size,
         "moving average": averages,
         "target's embedding and head": vocab * hidden * size * (1 if draft.tied_target else 2),
+        "taps in the queue": max(taps, min(taps * config.run.queue_depth, config.run.queue_bytes)),
         "taps of a batch": data.token_budget * (draft.num_taps + 2) * hidden * size,
         "activations (estimate)": draft.num_draft_layers * kept * size,
         "logits of a chunk": min(block_tokens, chunk_rows) * columns * size,

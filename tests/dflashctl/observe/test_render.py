@@ -124,7 +124,8 @@ def test_json_lines_hold_events_notices_and_the_end_and_nothing_else() -> None:
 def full_view() -> RunView:
     view = RunView("fresh7", "kpro6/200")
     memory = [1.8e10] * 8
-    view.update(RunEvent(step(50).event | {"memory_bytes": memory, "q_hs": 3}), 0.0)
+    more = {"memory_bytes": memory, "q_hs": 3, "q_hs_bytes": 3 << 29}
+    view.update(RunEvent(step(50).event | more), 0.0)
     hostile = b"INFO copying [/srv/x] [bold]b[/bold] \x1b]0;owned\x07\x1b[2J:smile:\n"
     view.update(LogBytes(hostile * 300), 0.0)
     return view
@@ -137,7 +138,13 @@ def test_the_screen_is_never_taller_than_the_terminal(width: int, height: int) -
 
 def test_the_screen_shows_the_figures_and_the_end_of_the_log() -> None:
     text = "\n".join(line for line, _ in screen_lines(full_view(), 0.0, 80, 24))
-    for part in ("fresh7 on kpro6/200", "step 50/200", "25.0 %", "q_hs 3", "GPU 7 16.8 GiB"):
+    for part in (
+        "fresh7 on kpro6/200",
+        "step 50/200",
+        "25.0 %",
+        "q_hs 3 (1.5 GiB)",
+        "GPU 7 16.8 GiB",
+    ):
         assert part in text
     assert text.endswith("INFO copying [/srv/x] [bold]b[/bold] :smile:")
 

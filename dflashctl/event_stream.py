@@ -98,7 +98,10 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Notice:
-    """Something the reader should know; kind: disconnected, connected, truncated or replaced."""
+    """Something the reader should know.
+
+    kind: disconnected, connected, truncated, replaced, or strayed (to GPUs of others).
+    """
 
     kind: str
     text: str

@@ -120,10 +120,12 @@ def list_locks(node: Transport) -> tuple[Lock, ...]:
     return read_locks(ask(node, "list"))
 
 
-def bind(node: Transport, holder: Holder) -> int | None:
-    """Write the run's process into its locks; return its pid on the node, None when not seen."""
-    pid: int | None = ask(node, "bind", run=holder.run)["pid"]
-    return pid
+def bind(node: Transport, holder: Holder) -> dict[str, Any]:
+    """Write the run's process into its locks, and look at the GPUs.
+
+    The answer is a look with ``pid``: the process on the node, None when it was not seen.
+    """
+    return ask(node, "bind", run=holder.run, look=True)
 
 
 def release(node: Transport, holder: Holder) -> tuple[Lock, ...]:

@@ -19,6 +19,7 @@ from dflashctl.errors import (
 from dflashctl.gpu_locks import LEASE_S, Holder, Lock, ask, bind, read_locks, release
 from dflashctl.gpus import GpuState, Probe, parse, probe
 from dflashctl.inventory import Container, Expect, Place
+from dflashctl.kept_way import KeptWay
 from dflashctl.transport.base import Transport
 from trainer.contract.manifest import Gpu, Manifest
 
@@ -35,7 +36,10 @@ _UNFIT = {
 
 @dataclass(frozen=True)
 class Ways:
-    """A place with the open ways into its container and to its node (one and the same for self)."""
+    """A place with the open ways into its container and to its node, over one connection.
+
+    For self both are the same.
+    """
 
     place: Place
     inside: Transport
@@ -43,15 +47,29 @@ class Ways:
 
     @property
     def round_trips(self) -> int:
-        """Remote commands so far."""
-        same = self.node is self.inside
-        return self.inside.round_trips + (0 if same else self.node.round_trips)
+        """Remote commands so far, both ways."""
+        return self.node.round_trips
+
+    def leave(self) -> bool:
+        """Leave the container, as the end of a command does; False where each command leaves it."""
+        if not isinstance(self.inside, KeptWay):
+            return False
+        self.inside.leave()
+        return True
 
     def reopen(self) -> None:
         """Connect anew: a connection that idled for long may be dead and not know it."""
         for way in {id(way): way for way in (self.inside, self.node)}.values():
             way.close()
             way.open()
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The process of a run as its node sees it (None: it does not), and the GPUs at that moment."""
+
+    pid: int | None
+    seen: Probe
 
 
 class Claim:
@@ -74,9 +92,12 @@ class Claim:
         if self._wanted and time.monotonic() - self._taken_at > LEASE_S / 2:
             _lock(self._ways, self, self._wanted)
 
-    def bind(self) -> int | None:
-        """Tie the locks to the run's process; return its pid on the node."""
-        return bind(self._ways.node, self.holder) if self._wanted else None
+    def bind(self) -> Bound | None:
+        """Tie the locks to the run's process, and look at the GPUs; None where none is locked."""
+        if not self._wanted:
+            return None
+        raw = bind(self._ways.node, self.holder)
+        return Bound(raw["pid"], parse(raw, token=self.holder.token))
 
     def release(self) -> None:
         """Let go of the locks; those of a run that lives stay."""

@@ -24,7 +24,10 @@ MIN_BASELINE = 20
 
 @dataclass(frozen=True)
 class Alert:
-    """Something that a person should look at; kind: stall, throughput, non-finite, link, log."""
+    """Something that a person should look at.
+
+    kind: non-finite, strayed, gpus, link, stall or throughput.
+    """
 
     kind: str
     text: str
@@ -62,6 +65,7 @@ class RunView:
     log: deque[str] = field(default_factory=lambda: deque(maxlen=NUM_LOG_LINES))
     link: str = ""  # why there is no link, or ""
     gpus_lost: str = ""  # what the container's nvidia-smi said instead of GPUs, or ""
+    strayed: str = ""  # which GPUs it holds that are not its own, or ""
     notes: deque[str] = field(default_factory=lambda: deque(maxlen=3))
     ended: Ended | None = None
     _lines: LineAssembler = field(default_factory=LineAssembler)
@@ -108,7 +112,7 @@ class RunView:
         if self.ended is not None:
             return []
         now = (self._gpus(), self._link(), self._stall(mono_s), self._throughput())
-        found = [self._non_finite(), *now]
+        found = [self._non_finite(), self._strayed(), *now]
         return [alert for alert in found if alert is not None]
 
     def _take_event(self, event: dict[str, Any]) -> None:
@@ -147,6 +151,9 @@ class RunView:
             return
         if notice.kind == "connected":
             self.link = ""
+        elif notice.kind == "strayed":
+            self.strayed = notice.text
+            return
         else:
             self._lines.restart()
         self.notes.append(notice.text)
@@ -156,6 +163,11 @@ class RunView:
             return None
         text = f"loss was not finite in {self.num_non_finite} step events"
         return Alert("non-finite", f"{text}, last at step {self.non_finite_step}")
+
+    def _strayed(self) -> Alert | None:
+        return (
+            Alert("strayed", f"{self.strayed}; dflashctl stop {self.tag}") if self.strayed else None
+        )
 
     def _gpus(self) -> Alert | None:
         if not self.gpus_lost:

@@ -58,13 +58,15 @@ def deploy(
     from dflashctl.render.receipts import deploy_document, deploy_text
 
     options = current(ctx)
-    request = DeployRequest(build_bundle(), env or bool(requirements), requirements, dry_run)
-    places = options.places()
+    places, request = options.places(), None
     results, failures = [], []
     for place in places:
         try:
-            with closing(options.connect(place)) as transport, relay() as on_output:
-                result = run(transport, place, request, on_output)
+            with open_ways(options, place) as ways, relay() as on_output:
+                request = request or DeployRequest(
+                    build_bundle(), env or bool(requirements), requirements, dry_run
+                )
+                result = run(ways.inside, place, request, on_output)
         except DflashctlError as error:
             if len(places) == 1:
                 raise
@@ -96,8 +98,8 @@ def push(
             "expected one or more local paths and the remote directory",
             hint="dflashctl push chats.jsonl /workspace/data",
         )
-    with closing(options.connect(options.place())) as transport:
-        result = run(transport, paths[:-1], str(paths[-1]), dry_run=dry_run)
+    with open_ways(options, options.place()) as ways:
+        result = run(ways.inside, paths[:-1], str(paths[-1]), dry_run=dry_run)
     show(options, result, push_text(result))
     tell_trips(options, result.round_trips)
 
@@ -203,15 +205,15 @@ def _launch(
 
     place, runs = options.place(), options.runs()
     tag = tag or _propose_tag(options, runs)
-    config = train_config(options, place, *settings)
-    code = Code.of(build_bundle())
-    look_s, wait_s = waits
-    skip_check, require_warm = strict
-    request = LaunchRequest(
-        tag, code, config, tuple(sys.argv), look_s, skip_check, wait_s, require_warm
-    )
     refuse_recorded(runs, tag, place.label)  # before any connection is made
     with open_ways(options, place) as ways:
+        config = train_config(options, place, *settings)
+        code = Code.of(build_bundle())
+        look_s, wait_s = waits
+        skip_check, require_warm = strict
+        request = LaunchRequest(
+            tag, code, config, tuple(sys.argv), look_s, skip_check, wait_s, require_warm
+        )
         return run(ways, request, runs, say)
 
 

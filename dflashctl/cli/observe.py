@@ -17,7 +17,7 @@ from dflashctl.errors import ExitCode
 if TYPE_CHECKING:
     from dflashctl.event_stream import Ended, Notice
     from dflashctl.inventory import Place
-    from dflashctl.operations.watch import WatchRequest
+    from dflashctl.operations.watch import Landings, WatchRequest
     from dflashctl.run_status import PlaceFailure
 
 Tag = Annotated[str, typer.Argument(help="tag of the run", metavar="TAG")]
@@ -194,7 +194,10 @@ def _watch_live(options: Options, request: "WatchRequest") -> "Ended":
     view = RunView(request.tag, request.place.label)
     with LiveWatch(view) as screen:
         ended = follow_run(
-            request, options.connect, lambda item: screen.take(item, time.monotonic())
+            request,
+            options.connect,
+            lambda item: screen.take(item, time.monotonic()),
+            _landings(options, request),
         )
     show_text(receipt(view))
     return ended
@@ -207,7 +210,12 @@ def _watch_plain(options: Options, request: "WatchRequest") -> "Ended":
 
     view = RunView(request.tag, request.place.label)
     lines = PlainWatch(view, show_text, warn_text)
-    ended = follow_run(request, options.connect, lambda item: lines.take(item, time.monotonic()))
+    ended = follow_run(
+        request,
+        options.connect,
+        lambda item: lines.take(item, time.monotonic()),
+        _landings(options, request),
+    )
     show_text(receipt(view))
     return ended
 
@@ -222,7 +230,21 @@ def _watch_json(options: Options, request: "WatchRequest") -> "Ended":
         if line is not None:
             typer.echo(line, nl=False)
 
-    return follow_run(request, options.connect, write)
+    return follow_run(request, options.connect, write, _landings(options, request))
+
+
+def _landings(options: Options, request: "WatchRequest") -> "Landings":
+    """Return how to look whether the run holds its own GPUs."""
+    from contextlib import suppress
+
+    from dflashctl.operations.watch import Landings
+    from dflashctl.transport import connect_host
+    from trainer.contract.errors import ContractError
+
+    host, recorded = request.place.host, None
+    with suppress(ContractError):  # a damaged record; the run directory has its own
+        recorded = options.runs().manifest(request.tag)
+    return Landings(lambda: connect_host(host, accept_new=options.accept_new), recorded)
 
 
 def _tell(notice: "Notice") -> None:

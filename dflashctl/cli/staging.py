@@ -49,13 +49,22 @@ def train_config(
 
 @contextmanager
 def open_ways(options: Options, place: "Place") -> "Iterator[Ways]":
-    """Open the way into the container, and the way to its node."""
-    from dflashctl.gpu_roles import Ways
-    from dflashctl.transport import connect_host
+    """Open the way to a node and, over it, one into its container, entered once for all.
 
-    with closing(options.connect(place)) as inside:
-        if place.container.vmid is None:
-            yield Ways(place, inside, inside)
-            return
-        with closing(connect_host(place.host, accept_new=options.accept_new)) as node:
-            yield Ways(place, inside, node)
+    Connecting goes on while the caller prepares; the first command inside raises what failed, and
+    the node may be asked after it.
+    """
+    from dflashctl.gpu_roles import Ways
+    from dflashctl.kept_way import KeptWay
+    from dflashctl.transport import enter, way_to
+
+    node = way_to(place.host, accept_new=options.accept_new)
+    inside = enter(node, place)
+    if inside is node:
+        with closing(node):
+            node.open()
+            yield Ways(place, node, node)
+        return
+    with closing(node), closing(KeptWay(inside, place.container.python)) as kept:
+        kept.enter()
+        yield Ways(place, kept, node)

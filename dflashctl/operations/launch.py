@@ -23,6 +23,7 @@ from dflashctl.errors import (
 )
 from dflashctl.gpu_locks import Holder, new_token
 from dflashctl.gpu_roles import (
+    Bound,
     Claim,
     Ways,
     claim,
@@ -33,6 +34,7 @@ from dflashctl.gpu_roles import (
 )
 from dflashctl.gpu_wait import Patience, when_free
 from dflashctl.gpus import Probe
+from dflashctl.landing import Landing, landing_of, stray_error
 from dflashctl.parity import CheckRequest, look_before_launch, require_passed, summary
 from dflashctl.remote_run import (
     Code,
@@ -75,7 +77,10 @@ class LaunchRequest:
 
 @dataclass(frozen=True)
 class LaunchResult:
-    """What was pinned, and what the second look saw."""
+    """What was pinned, and what the second look saw.
+
+    log: its last lines by then. landed: UUIDs of its GPUs on which the driver listed it already.
+    """
 
     manifest: Manifest
     record: str
@@ -85,6 +90,8 @@ class LaunchResult:
     adopted: bool
     resumed: bool
     round_trips: int
+    log: tuple[str, ...]
+    landed: tuple[str, ...]
 
 
 def launch(ways: Ways, request: LaunchRequest, runs: RunStore, say: Say) -> LaunchResult:
@@ -278,13 +285,13 @@ class _Locking:
             self.claim = Claim(self._ways, Holder(*names, token))
             self.claim.took([gpu.uuid for gpu in manifest.gpus if gpu.uuid], ())
 
-    def tie(self) -> None:
-        """Tie the locks to the process of a run that was seen alive."""
+    def tie(self) -> Bound | None:
+        """Tie the locks to the process of a run that was seen alive, and look where it landed."""
         try:
-            if self.claim is not None:
-                self.claim.bind()
+            return None if self.claim is None else self.claim.bind()
         except DflashctlError as error:
             self.say(f"the GPU locks are not tied to the run yet ({error.message}); it holds them")
+        return None
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         """Let go of the locks, unless the run lives, or may."""
@@ -351,13 +358,18 @@ def _adopt(ways: Ways, manifest: Manifest, runs: RunStore, proof: _Proof, say: S
 def _prove(
     ways: Ways, manifest: Manifest, runs: RunStore, proof: _Proof, locking: _Locking
 ) -> LaunchResult:
-    """Look from a second command; only what it saw is told as true."""
+    """Look again, and once more when what started it is gone; only what is seen then is told."""
     locking.say("looking again")
     locking.kept = True
     seen = look_again(ways.inside, manifest, proof.look_s)
+    landing = Landing()
+    if seen["state"] == "running":
+        has_left, bound = ways.leave(), locking.tie()
+        if bound is not None:
+            landing = landing_of(manifest, bound.seen)
+        if has_left and (bound is None or bound.pid is None):
+            seen = look_again(ways.inside, manifest, 0.0)
     locking.kept = seen["state"] == "running"
-    if locking.kept:
-        locking.tie()
     record = runs.record(manifest)
     ended = seen["exit"] or {}
     if seen["state"] == "lost" or (seen["state"] == "ended" and ended.get("state") != "finished"):
@@ -368,6 +380,8 @@ def _prove(
             place=ways.place.label,
             code="run-failed",
         )
+    if landing.strayed:
+        raise stray_error(manifest, landing)
     return LaunchResult(
         manifest=manifest,
         record=str(record),
@@ -377,6 +391,8 @@ def _prove(
         adopted=proof.adopted,
         resumed=proof.resumed,
         round_trips=ways.round_trips,
+        log=tuple(seen["log"]),
+        landed=landing.landed,
     )
 
 

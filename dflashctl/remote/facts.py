@@ -44,6 +44,9 @@ class Facts:
         self.workspace = Path(arguments["workspace"])
         self.problems: list[list[str]] = []
         self.answer: dict[str, Any] = {}
+        self.versions: subprocess.Popen[str] | None = None
+        self.listing: subprocess.Popen[str] | None = None
+        self.no_python = ""
 
     def problem(self, code: str, text: str, hint: str = "") -> None:
         """Note what stands against the launch."""
@@ -67,21 +70,43 @@ class Facts:
                 self.problem("release-damaged", text, "dflashctl deploy")
                 return
 
-    def python(self) -> None:
-        """Choose the interpreter, and learn the versions of what it has installed."""
-        chosen = self.arguments["python"]
+    def begin(self) -> None:
+        """Start the two programs that take longest; what they say is read in its turn."""
+        chosen = self.chosen_python()
+        wanted = [*self.arguments["packages"], *self.arguments["optional_packages"]]
+        try:
+            self.versions = start([chosen, "-I", "-c", VERSIONS, json.dumps(wanted)])
+        except OSError as error:
+            self.no_python = str(error)
+        if shutil.which("nvidia-smi"):
+            self.listing = start(["timeout", "-k", "2", "10", "nvidia-smi", "-L"])
+
+    def chosen_python(self) -> str:
+        """Return the interpreter of the release's environment, else that of hosts.yaml."""
+        chosen = str(self.arguments["python"])
         index = self.workspace / "envs" / f"{self.arguments['requirements_digest']}.json"
         if index.is_file():
-            chosen = json.loads(index.read_text())["python"]
-        wanted = [*self.arguments["packages"], *self.arguments["optional_packages"]]
-        argv = [chosen, "-I", "-c", VERSIONS, json.dumps(wanted)]
+            chosen = str(json.loads(index.read_text())["python"])
+        return chosen
+
+    def python(self) -> None:
+        """Learn the versions of what the interpreter has installed."""
+        chosen = self.chosen_python()
         hint = "dflashctl deploy --env   (or set `python:` in hosts.yaml)"
-        try:
-            done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60)
-        except (OSError, subprocess.SubprocessError) as error:
-            self.problem("python", f"{chosen} does not run: {error}", hint)
+        if self.versions is None:
+            self.problem("python", f"{chosen} does not run: {self.no_python}", hint)
             return
-        found = json.loads(done.stdout)
+        try:
+            out, err = self.versions.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            self.versions.kill()
+            self.problem("python", f"{chosen} does not run: no answer within 60 s", hint)
+            return
+        if self.versions.returncode:
+            said = " ".join(err.split())[-300:] or f"exit status {self.versions.returncode}"
+            self.problem("python", f"{chosen} does not run: {said}", hint)
+            return
+        found = json.loads(out)
         missing = [n for n in self.arguments["packages"] if n not in found["found"]]
         if missing:
             self.problem("packages", f"{chosen} lacks {', '.join(missing)}", hint)
@@ -218,14 +243,13 @@ class Facts:
 
     def gpus(self) -> None:
         """List the GPUs that the container itself can see; absent when it has no nvidia-smi."""
-        if shutil.which("nvidia-smi") is None:
+        if self.listing is None:
             return
-        argv = ["timeout", "-k", "2", "10", "nvidia-smi", "-L"]
-        done = subprocess.run(argv, capture_output=True, text=True, check=False)
-        self.answer["gpu_uuids"] = re.findall(r"UUID: (GPU-[0-9a-f-]+)", done.stdout)
-        self.answer["gpu_silent"] = done.returncode in (124, 137)  # as timeout tells it
-        if done.returncode != 0:
-            self.answer["gpu_problem"] = (done.stdout + done.stderr).strip()[:500]
+        out, err = self.listing.communicate()
+        self.answer["gpu_uuids"] = re.findall(r"UUID: (GPU-[0-9a-f-]+)", out)
+        self.answer["gpu_silent"] = self.listing.returncode in (124, 137)  # as timeout tells it
+        if self.listing.returncode != 0:
+            self.answer["gpu_problem"] = (out + err).strip()[:500]
 
     def driver(self) -> None:
         """Learn the version of the NVIDIA kernel module; absent where there is none."""
@@ -261,6 +285,18 @@ class Facts:
             "tmux": shutil.which("tmux") is not None,
             "target": sizes(Path(self.arguments["target"])),
         }
+
+
+def start(argv: list[str]) -> "subprocess.Popen[str]":
+    """Start a program whose words are read later."""
+    return subprocess.Popen(
+        argv,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    )
 
 
 def disk(path: Path) -> dict[str, Any]:
@@ -355,7 +391,7 @@ def locked(path: Path) -> bool:
 def main(arguments: dict[str, Any]) -> dict[str, Any]:
     """Collect everything; one question that fails does not hide the answers of the others."""
     facts = Facts(arguments)
-    looks = (facts.release, facts.python, facts.target, facts.dataset, facts.prompts)
+    looks = (facts.begin, facts.release, facts.python, facts.target, facts.dataset, facts.prompts)
     for ask in (*looks, facts.run, facts.gpus, facts.driver, facts.warmups, facts.room):
         try:
             ask()

@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from dflashctl.errors import DflashctlError
+from dflashctl.log_lines import clean
 from dflashctl.operations.data_doctor import DoctorResult
 from dflashctl.operations.deploy import DeployResult
 from dflashctl.operations.evaluate import EvaluateResult
@@ -103,7 +104,13 @@ def launch_text(result: LaunchResult) -> str:
     head = f"{result.manifest.place}  {tag} {verb}; a second look saw: {proof}{pid}\n"
     following = [f"watch {tag}", f"logs {tag} -f", f"stop {tag}", f"attach {tag}"]
     nexts = "".join(f"  dflashctl {command}\n" for command in following)
-    return f"{head}{pinned_text(result.manifest)}next:\n{nexts}"
+    return f"{head}{pinned_text(result.manifest)}{_said(result)}next:\n{nexts}"
+
+
+def _said(result: LaunchResult) -> str:
+    """Return the last line that its log had by then."""
+    lines = [line for line in result.log if line.strip()]
+    return f"  log says    {clean(lines[-1].encode())}\n" if lines else ""
 
 
 def _last_of(record: dict[str, Any]) -> list[str]:

@@ -14,9 +14,11 @@ __all__ = [
     "Transport",
     "connect",
     "connect_host",
+    "enter",
     "relay_script",
     "run_script",
     "stream_script",
+    "way_to",
 ]
 
 
@@ -27,25 +29,33 @@ def connect(place: Place, *, accept_new: bool = False) -> Transport:
     refused all the same. One call a thread: a transport is never shared.
     Raises: UnreachableError, TrustError, ConfigurationError.
     """
-    way = _way(place.host, accept_new=accept_new)
-    if place.container.vmid is None:
-        way.place = place.container.label
-    else:
-        from dflashctl.transport.pct import PctTransport
-
-        way = PctTransport(way, place.container.vmid, place.host.become)
+    way = enter(way_to(place.host, accept_new=accept_new), place)
     way.open()
     return way
+
+
+def enter(node: Transport, place: Place) -> Transport:
+    """Return the way from ``node`` into the container of ``place``: the node's own for ``self``.
+
+    Both use one connection, which either of them opens.
+    """
+    if place.container.vmid is None:
+        node.place = place.container.label
+        return node
+    from dflashctl.transport.pct import PctTransport
+
+    return PctTransport(node, place.container.vmid, place.host.become)
 
 
 def connect_host(host: Host, *, accept_new: bool = False) -> Transport:
     """Return an opened way to the node itself. Raises: as connect."""
-    way = _way(host, accept_new=accept_new)
+    way = way_to(host, accept_new=accept_new)
     way.open()
     return way
 
 
-def _way(host: Host, *, accept_new: bool) -> Transport:
+def way_to(host: Host, *, accept_new: bool = False) -> Transport:
+    """Return the way to the node itself, not opened yet."""
     if host.backend == "local":
         from dflashctl.transport.local import LocalTransport
 

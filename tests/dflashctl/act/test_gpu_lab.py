@@ -124,7 +124,7 @@ def test_a_launch_killed_with_its_locks_holds_others_off_and_its_rerun_takes_the
     assert "its launch is under way" in other.stderr
     done = laptop.document(*ON, "launch", "--tag", "killed")
     assert done["rc"] == 0, done
-    assert done["round_trips"] == 6, "facts, locks with look, check, start, second look, binding"
+    assert done["round_trips"] == 3, "the container, the locks with a look, the binding with one"
     assert laptop.run("stop", "killed").returncode == 0
 
 

@@ -58,14 +58,14 @@ def gpu_states(project: Project) -> list[str]:
     return [row["gpu"]["state"] for row in host["rows"]]
 
 
-def test_deploy_twice_takes_two_pct_calls_and_then_one(project: Project, lab_site: Lab) -> None:
+def test_deploy_takes_one_pct_call_whether_it_sends_or_not(project: Project, lab_site: Lab) -> None:
     counts, sent = [], []
     for _ in range(2):
         before = len(lab_site.pct_calls("kpro6"))
         place = project.document("-l", "kpro6/200", "deploy")["places"][0]
         counts.append(len(lab_site.pct_calls("kpro6")) - before)
         sent.append(place["num_sent"])
-    assert counts == [2, 1]
+    assert counts == [1, 1]
     assert sent[0] > 5
     assert sent[1] == 0
 
@@ -230,12 +230,11 @@ def test_a_launch_whose_link_dies_in_the_middle_says_how_to_look_and_a_rerun_com
     for line in process.stderr:
         if line.startswith("starting"):
             break
-    time.sleep(0.3)
     lab_site.fault("kpro6", "sshd_kill", "1")
     _out, err = process.communicate(timeout=60)
     assert process.returncode in (4, 8), err
     assert "dflashctl status x" in err
-    lab_site.restore()
+    lab_site.fault("kpro6", "none")
     done = deployed.document("-l", "kpro6/200", "launch", "--tag", "x")
     assert done["rc"] == 0, done
     assert deployed.run("stop", "x").returncode == 0

@@ -74,7 +74,10 @@ class Pipeline:
         """Run the threads that were added to the supervisor. Raises: as ``run``."""
         cards = {d for d in self._devices() if d.type == "cuda"}
         if cards:
-            # The warm-up ran on the default stream; what its memory pool keeps is no use to others.
+            # The warm-up ran on the default stream, which the threads' streams do not wait for, and
+            # what its memory pool keeps is no use to others.
+            for card in cards:
+                torch.cuda.synchronize(card)
             torch.cuda.empty_cache()
         self.supervisor.run_all()
         for card in cards:

@@ -24,8 +24,8 @@ from trainer.data.packing import Batch, BatchMaker, BatchPlan
 from trainer.data.shards import open_dataset
 from trainer.errors import DataError
 from trainer.model.attention import Attention, FlexAttention, SdpaAttention, SpanAttention
-from trainer.model.batching import BatchingFinding, settle_batching
 from trainer.model.draft import DraftConfig, DraftModel, measured_tap_scale
+from trainer.model.settling import Settled, settle
 from trainer.model.target import Target, load_target
 from trainer.optim import DraftOptimizer, Schedule
 from trainer.workers.drafter import Replica, StepRange, forward_backward
@@ -38,6 +38,7 @@ _GRAPHS_PER_SHAPE = 4
 _MAY_CHANGE = frozenset(
     (
         *("target.path", "target.cache_bytes", "data.path"),  # what is there has its own digest
+        "target.compile",
         "loss.chunk_rows",
         *("optim.lr", "optim.adamw_lr", "optim.min_lr_frac"),  # the schedule's form stays
         *("optim.weight_decay", "optim.clip_norm", "optim.ema_decay"),
@@ -194,19 +195,25 @@ def load_targets(config: TrainConfig, devices: Sequence[torch.device]) -> dict[s
 
 def settle_targets(
     targets: Mapping[str, Target], config: TrainConfig, gate: CompileGate
-) -> BatchingFinding:
-    """Choose how each target joins documents, by its self-test; returns the first one's.
+) -> Settled:
+    """Settle how each target joins documents and runs its layers; returns the first one's.
 
-    Raises: TargetError when target.batching is packed and a target cannot be.
+    Raises: TargetError when the configuration insists on what a target cannot do.
     """
+    room = min(config.target.forward_tokens, config.data.token_budget)
+    forward_tokens = max(room, config.data.max_length)
     found = []
-    for name, target in targets.items():
-
-        def settle(target: Target = target) -> BatchingFinding:
-            return settle_batching(target, config.target.batching)
-
+    for target in targets.values():
         with current_device(target.device):  # kernels of recurrent layers compile here, alone
-            found.append(gate.run(("batching", name), settle, library=True))
+            found.append(
+                settle(
+                    target,
+                    config.target,
+                    gate,
+                    forward_tokens=forward_tokens,
+                    compiles=compiles(config),
+                )
+            )
     return found[0]
 
 

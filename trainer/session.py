@@ -84,7 +84,10 @@ class Session:
         metrics.phase("load", target=config.target.path, coverage_frac=frac, samples=samples)
         targets = assembly.load_targets(config, self._devices.targets)
         target = next(iter(targets.values()))
-        metrics.note(str(assembly.settle_targets(targets, config, self._gate)))
+        settled = assembly.settle_targets(targets, config, self._gate)
+        metrics.note(str(settled))
+        for line in settled.warnings:
+            metrics.warning(line)
         if config.compile.gate == "off":
             metrics.warning("compile.gate is off, an experiment: threads may crash or hang")
         if self._stop.soft.is_set():

@@ -45,12 +45,12 @@ def warm_up(run_dir: Path) -> None:
         steps = assembly.step_range(config, data.plan, len(devices.drafters))
         targets = assembly.load_targets(config, devices.targets[:1])
         target = next(iter(targets.values()))
-        batching = assembly.settle_targets(targets, config, gate)
+        settled = assembly.settle_targets(targets, config, gate)
         _say(
             "warmup_loaded",
             load_s=_since(began),
             target=config.target.path,
-            batching=batching.to_dict(),
+            **settled.to_dict(),
         )
         batch = largest_batch(data, config)
         with assembly.current_device(target.device):

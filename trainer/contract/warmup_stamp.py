@@ -16,7 +16,7 @@ VERSION = 1
 FACTS = ("release", "torch", "driver", "gpus")
 # Settings that decide what is compiled, besides all of draft and loss.
 _SETTINGS: dict[str, Iterable[str]] = {
-    "target": ("dtype", "batching", "forward_tokens"),
+    "target": ("dtype", "batching", "forward_tokens", "compile", "fp8"),
     "data": ("max_length", "token_budget", "max_batch_size", "packing", "max_anchors"),
     "optim": ("name",),
     "compile": ("mode",),

@@ -6,7 +6,7 @@ construction; a recurrent layer does so only in kernels that know where a docume
 hybrid target is packed only where the self-test passes with the kernels that are active here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -95,7 +95,7 @@ def check_batching(target: Target, batching: str) -> BatchingFinding:
 
     ``batching``: rows or packed. Takes a few forwards of short documents.
     """
-    documents = _documents(target)
+    documents = probe_documents(target)
     other = (documents[0] + 1) % target.head.embedding.shape[0]
     found: tuple[float | None, float | None] = (None, None)
     error = None
@@ -120,17 +120,26 @@ def active_kernels(target: Target, batching: str) -> dict[str, str]:
     how = "sdpa" if how == packed_attention.NAME else how
     kernels = {"attention": f"{how}{', by document' if batching == PACKED else ''}"}
     if target.recurrent_kinds:
-        parts = [part for layer in target.layers for part in layer.modules()]
         for what, names in _KERNELS.items():
-            found = (recurrent_kernels.kernel_of(part, names) for part in parts)
-            kernel = next((one for one in found if one is not None), None)
+            kernel = _kernel(target, names)
             kernels[what] = (
                 f"torch {torch.__version__}" if kernel is None else recurrent_kernels.origin(kernel)
             )
     return kernels
 
 
-def _documents(target: Target) -> list[Tensor]:
+def kernel_of_delta_rule(target: Target) -> Callable[..., Any] | None:
+    """Return what computes the delta rule of a hybrid target, or None where it has none."""
+    return _kernel(target, recurrent_kernels.DELTA_RULE)
+
+
+def _kernel(target: Target, names: Sequence[str]) -> Callable[..., Any] | None:
+    parts = (part for layer in target.layers for part in layer.modules())
+    found = (recurrent_kernels.kernel_of(part, names) for part in parts)
+    return next((one for one in found if one is not None), None)
+
+
+def probe_documents(target: Target) -> list[Tensor]:
     """Ids spread over the vocabulary, the same on every call. Shapes: [length] each."""
     rows = target.head.embedding.shape[0]
     spread = torch.arange(sum(_LENGTHS)) * 7919 % rows

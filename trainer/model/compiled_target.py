@@ -164,7 +164,8 @@ class AttentionLayer:
         """Shapes: hidden [T, D] -> [T, D]."""
         found = self.before(hidden, rotation.cos, rotation.sin, self.weights[0])
         mixed = attend(found.query, found.key, found.value, layout, self.scale)
-        return self.after(hidden, mixed, found.gate, self.weights[1])
+        # A graph is made for one layout in memory; kernels that give another one are copied.
+        return self.after(hidden, mixed.contiguous(), found.gate, self.weights[1])
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,7 @@ class DeltaLayer:
     def __call__(self, hidden: Tensor, rotation: Rotation, layout: Layout) -> Tensor:  # noqa: ARG002
         """Shapes: hidden [T, D] -> [T, D]."""
         found = self.before(hidden, layout.position, self.weights[0])
-        mixed = self._mix(found, layout)
+        mixed = self._mix(found, layout).contiguous()
         return self.after(hidden, mixed, found.gate, self.weights[1])
 
     def _mix(self, found: target_layers.DeltaInputs, layout: Layout) -> Tensor:

@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 from trainer.contract.config import DraftModelConfig, TargetConfig
 from trainer.contract.model_directory import faults
 from trainer.errors import TargetError
-from trainer.model import packed_attention
+from trainer.model import packed_attention, recurrent_kernels
 from trainer.model.compiled_target import CompiledTarget
 
 FULL, WINDOWED = "full_attention", frozenset(("sliding_attention", "chunked_attention"))
@@ -84,7 +84,7 @@ class Target:
     .model is the whole model (verification needs its head), .text_config its text part, .layers its
     decoder layers. .batching is how ``document_features`` joins documents: rows or packed.
     ``forward_tokens``: tokens of one such forward, padding included; one document may have more.
-    .compiled takes over where it is set (settle_compiled) and no document is too long for it.
+    .compiled takes over where it is set (model/settling.py) and no document is too long for it.
     """
 
     batching = ROWS
@@ -120,11 +120,6 @@ class Target:
     def decoder(self) -> Any:
         """The module with the embedding and the layers."""
         return self._decoder
-
-    @property
-    def forward_tokens(self) -> int:
-        """Tokens of one forward of ``document_features``."""
-        return self._forward_tokens
 
     @property
     def device(self) -> torch.device:
@@ -292,6 +287,7 @@ def load_target(
         known = AutoConfig.from_pretrained(config.path, **source)
         text = known.get_text_config()
         _refuse_quantised(where, known, text)
+        recurrent_kernels.offer_convolution(str(getattr(text, "model_type", "")))
         num_layers = int(text.num_hidden_layers)
         ids = draft.target_layer_ids or default_target_layer_ids(num_layers, draft.num_taps)
         model, told = model_class(known).from_pretrained(

@@ -165,6 +165,8 @@ def _check_choices(config: Sections) -> None:
     choices: list[tuple[str, str, tuple[str, ...]]] = [
         ("target.dtype", config.target.dtype, dtypes),
         ("target.batching", config.target.batching, ("auto", "rows", "packed")),
+        ("target.compile", config.target.compile, ("auto", "on", "off")),
+        ("target.fp8", config.target.fp8, ("off", "rows")),
         ("draft.dtype", config.draft.dtype, dtypes),
         ("draft.variant", config.draft.variant, VARIANTS),
         ("loss.name", config.loss.name, LOSSES),

@@ -19,6 +19,9 @@ class TargetConfig:
     forward joins documents: rows (right-padded, of similar length), packed (one row, refused when
     a self-test at the start finds a leak) or auto (packed where every layer is full attention and
     the self-test passes, else rows). forward_tokens: tokens of one forward, padding included.
+    compile: compiled layers, always in one row: auto (where something is compiled, the layers are
+    known and a self-test at the start passes), on (or it is an error) or off. fp8: off, or rows for
+    products of compiled layers in FP8 with a scale a row (Ada GPUs and later); taps then differ.
     """
 
     path: str = ""
@@ -27,6 +30,8 @@ class TargetConfig:
     cache_bytes: int = 0
     batching: str = "auto"
     forward_tokens: int = 32768
+    compile: str = "auto"
+    fp8: str = "off"
 
 
 @dataclass(frozen=True)

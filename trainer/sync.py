@@ -111,8 +111,10 @@ class GradientSync:
         raise ChannelClosedError("another drafter thread left the step")
 
     def _meet(self, flat: Tensor) -> None:
-        if flat.is_cuda:
-            torch.cuda.synchronize(flat.device)  # others read this memory from their own streams
+        if flat.is_cuda and self._num_replicas > 1:
+            # Others read this memory from their own streams. Not the whole device: a target thread
+            # may share it, with work for seconds.
+            torch.cuda.current_stream(flat.device).synchronize()
         self._wait()
 
     def _wait(self) -> None:

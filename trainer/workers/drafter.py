@@ -166,7 +166,8 @@ class DrafterWorker:
     def run(self, pulse: Pulse) -> None:
         """Take steps until the plan ends or all agreed to stop."""
         replica = self.replica
-        take_place(replica.device, self.config.run.cpu_threads)
+        # A target thread that shares the card has work enough to fill the pauses of a step.
+        take_place(replica.device, self.config.run.cpu_threads, urgent=True)
         replica.draft.train()
         for step in range(self.steps.first, self.steps.num_steps):
             began = time.monotonic()

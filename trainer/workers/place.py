@@ -7,26 +7,29 @@ from typing import Any
 import torch
 
 SYS_ROOT = Path("/sys")
+_URGENT = -1  # priority of a stream; lower goes first
 
 
-def take_place(device: torch.device, cpu_threads: int | None, sys_root: Path = SYS_ROOT) -> None:
+def take_place(device: torch.device, cpu_threads: int | None, *, urgent: bool = False) -> None:
     """Settle the calling thread on ``device``; called once, before its first tensor.
 
     On a GPU it gets a stream of its own, so that two roles on one card never wait for each other's
     kernels when the host waits for one's; what the default stream still does comes first. Its cores
     are those of the GPU's memory node, where there are several. On the CPU: its intra-op threads.
+    ``urgent``: its kernels go before those of other threads on the card, which fill its pauses.
     """
     if device.type != "cuda":
         if cpu_threads is not None:
             torch.set_num_threads(cpu_threads)
         return
     torch.cuda.set_device(device)
-    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    make: Any = torch.cuda.Stream  # torch gives it no types
+    stream = make(device, priority=_URGENT if urgent else 0)
     stream.wait_stream(torch.cuda.default_stream(device))
     torch.cuda.set_stream(stream)
     address = _pci_address(device)
     if address is not None:
-        stay_near(address, sys_root)
+        stay_near(address)
 
 
 def stay_near(pci_address: str, sys_root: Path = SYS_ROOT) -> frozenset[int]:

@@ -115,9 +115,19 @@ def block_targets(
 
 
 def block_hidden(
-    draft: DraftModel, embedding: Tensor, batch: Batch, targets: BlockTargets, target_hidden: Tensor
+    draft: DraftModel,
+    embedding: Tensor,
+    batch: Batch,
+    targets: BlockTargets,
+    target_hidden: Tensor,
+    *,
+    drafted: bool = False,
 ) -> Tensor:
-    """Run the draft over every block. Shapes: target_hidden [R, S, n * D] -> [R, N, B, D]."""
+    """Run the draft over every block.
+
+    Shapes: target_hidden [R, S, n * D] -> [R, N, B, D]; [R, N, B - 1, D], without the anchors' own
+    slots, when ``drafted``.
+    """
     layout = BlockLayout.of(batch.anchor_positions, batch.anchor_keep, batch.document_ids)
     hidden: Tensor = draft(
         F.embedding(targets.block_ids.flatten(1), embedding),
@@ -125,8 +135,9 @@ def block_hidden(
         batch.position_ids,
         targets.position_ids.flatten(1),
         draft.attention.masks(layout, draft.config.rules),
+        drafted=drafted,
     )
-    return hidden.view(*targets.labels.shape, -1)
+    return hidden.view(*targets.labels.shape[:2], -1, hidden.shape[-1])
 
 
 def draft_loss(
@@ -144,7 +155,7 @@ def draft_loss(
     """
     size = draft.config.block_size
     targets = block_targets(batch, size, draft.config.mask_token_id, config.position_decay)
-    hidden = block_hidden(draft, head.embedding, batch, targets, target_hidden)
+    hidden = block_hidden(draft, head.embedding, batch, targets, target_hidden, drafted=True)
     chunk_rows = config.loss.chunk_rows or rows_at_once(head.lm_head)
     how = _head_pass(config.loss, chunk_rows, size - 1, draft.head_kernels)
     weights = targets.weights[..., 1:]  # the anchor's own slot never reaches the head
@@ -212,11 +223,12 @@ def _block_rows(hidden: Tensor, targets: BlockTargets, used: Tensor | None) -> B
     """Lay the slots 1.. of all blocks, or those of ``used``, one below the other."""
 
     def rows(values: Tensor) -> Tensor:
-        laid = values[:, :, 1:].flatten(0, 2)
+        laid = values.flatten(0, 2)
         return laid if used is None else laid[used]
 
-    tokens = targets.labels.flatten(0, 1)
-    return BlockRows(rows(hidden), rows(targets.labels), rows(targets.weights), tokens, used)
+    labels, weights = targets.labels, targets.weights
+    tokens = labels.flatten(0, 1)
+    return BlockRows(rows(hidden), rows(labels[..., 1:]), rows(weights[..., 1:]), tokens, used)
 
 
 def _head_rows(

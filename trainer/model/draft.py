@@ -72,8 +72,10 @@ class DraftModel(nn.Module):
         # What lies before, between and behind the layers' attention; attention stays outside.
         self._contexts = self.attention.compiled(_contexts)
         self._enter = self.attention.compiled(_enter)
+        self._enter_masked = self.attention.compiled(_enter_masked)
         self._between = self.attention.compiled(_between)
         self._leave = self.attention.compiled(_leave)
+        self._leave_drafted = self.attention.compiled(_leave_drafted)
         self.head_kernels = compiled_kernels(self.attention.compiled)
 
     def _initialise(self, seed: int) -> None:
@@ -107,11 +109,16 @@ class DraftModel(nn.Module):
         context_positions: Tensor,
         block_positions: Tensor,
         masks: dict[str, Mask],
+        *,
+        drafted: bool = False,
     ) -> Tensor:
         """Return the normed hidden states of every slot, for the target's head.
 
-        Shapes: block_embeddings [R, N * B, D], target_hidden [R, S, n * D], context_positions
-        [R, S], block_positions [R, N * B], masks one a layer type -> [R, N * B, D].
+        ``drafted``: every block is its anchor and masks, as in training, and only the masks' hidden
+        states are wanted; what is the same in all masks is then done once, and what only the
+        anchors need not at all. Shapes: block_embeddings [R, N * B, D], target_hidden
+        [R, S, n * D], context_positions [R, S], block_positions [R, N * B], masks one a layer type
+        -> [R, N * B, D], or [R, N * (B - 1), D] when drafted.
         """
         x = block_embeddings.to(self.fc.weight.dtype)
         layers, kinds = self._layers(), self.config.layer_types
@@ -120,7 +127,11 @@ class DraftModel(nn.Module):
             layers, self.hidden_norm, target_hidden, self.fc_weight(), rotary.cos, rotary.sin
         )
         rotary = Rotary.at(block_positions, self.config, x.dtype)
-        inner = self._enter(layers[0], x, rotary.cos, rotary.sin)
+        by_slot, size = drafted and not layers[0].mixes_slots, self.config.block_size
+        if by_slot:
+            inner = self._enter_masked(layers[0], x, rotary.cos, rotary.sin, size)
+        else:
+            inner = self._enter(layers[0], x, rotary.cos, rotary.sin)
         for i, (layer, context, kind) in enumerate(zip(layers, contexts, kinds, strict=True)):
             query, *own, kept = inner
             attended = self.attention.attend(query, context, (own[0], own[1]), masks[kind])
@@ -128,7 +139,10 @@ class DraftModel(nn.Module):
                 x, inner = self._between(
                     (layer, layers[i + 1]), x, attended, kept, rotary.cos, rotary.sin
                 )
-        return self._leave(layers[-1], self.norm, x, attended, kept)
+        if by_slot:
+            return self._leave_drafted(layers[-1], self.norm, x, attended, size)
+        out = self._leave(layers[-1], self.norm, x, attended, kept)
+        return _without_anchors(out, size) if drafted else out
 
     def new_cache(self) -> DraftCache:
         """Return an empty cache for one sequence."""
@@ -236,6 +250,24 @@ def _enter(layer: DraftLayer, x: Tensor, cos: Tensor, sin: Tensor) -> _Inner:
     return query, *layer.self_attn.keys_values(normed, rotary), kept
 
 
+def _enter_masked(
+    layer: DraftLayer, x: Tensor, cos: Tensor, sin: Tensor, block_size: int
+) -> _Inner:
+    """``_enter`` of blocks whose slots after the first are all alike: one row stands for them."""
+    rotary, attention = Rotary(cos, sin), layer.self_attn
+    blocks = x.reshape(len(x), -1, block_size, x.shape[-1])
+    rows, _ = layer.enter(torch.cat((blocks[:, :, 0], blocks[:, :1, 1]), 1))
+
+    def spread(made: Tensor) -> Tensor:
+        first, rest = made[:, :-1, None], made[:, -1:, None]
+        rest = rest.expand(-1, first.shape[1], block_size - 1, -1)
+        return torch.cat((first, rest), 2).flatten(1, 2)
+
+    query = attention.placed_query(spread(attention.q_proj(rows)), rotary)
+    key, value = spread(attention.k_proj(rows)), spread(attention.v_proj(rows))
+    return query, *attention.placed(key, value, rotary), None
+
+
 def _between(
     layers: tuple[DraftLayer, DraftLayer],
     x: Tensor,
@@ -248,6 +280,21 @@ def _between(
     layer, following = layers
     x = layer.finish(x, attended, kept)
     return x, _enter(following, x, cos, sin)
+
+
+def _without_anchors(x: Tensor, block_size: int) -> Tensor:
+    """Shapes: [R, N * B, D] -> [R, N * (B - 1), D]."""
+    return x.reshape(len(x), -1, block_size, x.shape[-1])[:, :, 1:].flatten(1, 2)
+
+
+def _leave_drafted(
+    layer: DraftLayer, norm: RmsNorm, x: Tensor, attended: Tensor, block_size: int
+) -> Tensor:
+    """``_leave`` without the anchors, whose hidden states nothing reads behind this attention."""
+    rows, heads, _, dim = attended.shape
+    attended = _without_anchors(attended.transpose(1, 2).flatten(2), block_size)
+    attended = attended.view(rows, -1, heads, dim).transpose(1, 2)
+    return _leave(layer, norm, _without_anchors(x, block_size), attended, None)
 
 
 def _leave(

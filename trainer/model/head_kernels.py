@@ -68,19 +68,17 @@ def slope(logits: Tensor, total: Tensor, labels: Tensor, weights: Tensor) -> Ten
 
 
 # Chunks begin anywhere: what is read once a row is not worth a kernel for each alignment.
-@triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["labels_at", "entropy_at", "total_at", "best_at", "num_columns"]
-)
-def _score(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0913
-    logits_at,  # noqa: ANN001
-    labels_at,  # noqa: ANN001
-    entropy_at,  # noqa: ANN001
-    total_at,  # noqa: ANN001
-    best_at,  # noqa: ANN001
-    stride,  # noqa: ANN001
-    num_columns,  # noqa: ANN001
-    GROUPS: tl.constexpr,  # noqa: N803
-    WIDTH: tl.constexpr,  # noqa: N803
+@triton.jit(do_not_specialize=["labels_at", "entropy_at", "total_at", "best_at", "num_columns"])
+def _score(
+    logits_at,
+    labels_at,
+    entropy_at,
+    total_at,
+    best_at,
+    stride,
+    num_columns,
+    GROUPS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
     """One row a program; each of GROUPS lanes reads WIDTH neighbours and keeps its own maximum."""
     row = tl.program_id(0).to(tl.int64)
@@ -118,18 +116,16 @@ def _score(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0913
     tl.store(best_at + row, first.to(tl.int64))
 
 
-@triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["total_at", "labels_at", "weights_at", "num_columns", "num_blocks"]
-)
-def _slope(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0913
-    logits_at,  # noqa: ANN001
-    total_at,  # noqa: ANN001
-    labels_at,  # noqa: ANN001
-    weights_at,  # noqa: ANN001
-    stride,  # noqa: ANN001
-    num_columns,  # noqa: ANN001
-    num_blocks,  # noqa: ANN001
-    BLOCK: tl.constexpr,  # noqa: N803
+@triton.jit(do_not_specialize=["total_at", "labels_at", "weights_at", "num_columns", "num_blocks"])
+def _slope(
+    logits_at,
+    total_at,
+    labels_at,
+    weights_at,
+    stride,
+    num_columns,
+    num_blocks,
+    BLOCK: tl.constexpr,
 ):
     """One block of one row a program."""
     row = (tl.program_id(0) // num_blocks).to(tl.int64)

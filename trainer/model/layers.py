@@ -1,6 +1,7 @@
 """The parts of a draft layer, by their published names: norms, rotary positions, attention, MLP."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -64,7 +65,11 @@ class DraftAttention(nn.Module):
 
     def queries(self, x: Tensor, rotary: Rotary) -> Tensor:
         """Shapes: [R, Q, D] -> [R, heads, Q, head_dim]."""
-        return rotary.turn(self.q_norm(self._heads(self.q_proj(x))).transpose(1, 2))
+        return self.placed_query(self.q_proj(x), rotary)
+
+    def placed_query(self, query: Tensor, rotary: Rotary) -> Tensor:
+        """Norm and rotate what was projected. Shapes: [R, Q, heads * d] -> [R, heads, Q, d]."""
+        return rotary.turn(self.q_norm(self._heads(query)).transpose(1, 2))
 
     def keys_values(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         """Shapes: [R, T, D] -> [R, kv heads, T, head_dim] twice."""
@@ -101,7 +106,12 @@ class DraftMlp(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    """A Qwen3 decoder layer; the context passes through no norm, query or MLP of the layer."""
+    """A Qwen3 decoder layer; the context passes through no norm, query or MLP of the layer.
+
+    mixes_slots: whether ``enter`` or ``finish`` lets the slots of a block see each other.
+    """
+
+    mixes_slots: ClassVar[bool] = False
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()

@@ -28,9 +28,9 @@ class Tiles:
 
 
 # Measured on an H200 with heads of 128 (docs/benchmarks.md).
-FORWARD = Tiles(128, 64, 8, 3)
-KEY_GRADIENT = Tiles(64, 128, 8, 2)
-QUERY_GRADIENT = Tiles(128, 64, 8, 3)
+FORWARD = Tiles(64, 64, 4, 3)
+KEY_GRADIENT = Tiles(64, 64, 4, 2)
+QUERY_GRADIENT = Tiles(64, 64, 4, 2)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.contract.config import DraftModelConfig
+from trainer.contract.config import VARIANTS, DraftModelConfig
 from trainer.errors import TargetError
 from trainer.model.draft import DraftConfig, DraftModel, measured_tap_scale
 from trainer.model.layers import Rotary
@@ -28,7 +28,9 @@ def stirred(config: DraftConfig) -> DraftModel:
     return draft
 
 
-def run(draft: DraftModel, blocks: Tensor, taps: Tensor, anchors: list[int]) -> Tensor:
+def run(
+    draft: DraftModel, blocks: Tensor, taps: Tensor, anchors: list[int], *, drafted: bool = False
+) -> Tensor:
     """Training forward of one document. Shapes: blocks [N, B, D], taps [S, n * D] -> [N, B, D]."""
     at, positions = torch.tensor([anchors]), torch.arange(len(taps))[None]
     layout = BlockLayout.of(
@@ -36,8 +38,32 @@ def run(draft: DraftModel, blocks: Tensor, taps: Tensor, anchors: list[int]) -> 
     )
     places = (at[..., None] + torch.arange(blocks.shape[1])).flatten(1)
     masks = draft.attention.masks(layout, draft.config.rules)
-    out: Tensor = draft(blocks.flatten(0, 1)[None], taps[None], positions, places, masks)
-    return out.view(blocks.shape)
+    where = positions, places, masks
+    out: Tensor = draft(blocks.flatten(0, 1)[None], taps[None], *where, drafted=drafted)
+    return out.view(len(blocks), -1, blocks.shape[-1])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_drafted_slots_and_all_gradients_are_those_of_the_whole_forward(
+    draft_config: MakeConfig, variant: str
+):
+    draft = stirred(draft_config(variant=variant, **SLIDING))
+    size, anchors = draft.config.block_size, [2, 3, 9]
+    taps = torch.randn(14, draft.fc.in_features)
+    blocks = torch.randn(3, 1, 32).repeat(1, size, 1)
+    blocks[:, 1:] = torch.randn(32)  # masks are all alike
+    upstream = torch.randn(3, size - 1, 32)
+    results = []
+    for drafted in (False, True):
+        draft.zero_grad()
+        out = run(draft, blocks, taps, anchors, drafted=drafted)
+        kept = out if drafted else out[:, 1:]
+        (kept * upstream).sum().backward()
+        found = {n: p.grad.clone() for n, p in draft.named_parameters() if p.grad is not None}
+        results.append((kept.detach(), found))
+    (whole, wanted), (kept, gradients) = results
+    torch.testing.assert_close(kept, whole, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(gradients, wanted, atol=1e-4, rtol=1e-3)
 
 
 def test_tensors_are_the_published_3_plus_11_a_layer(draft_config: MakeConfig):

@@ -80,6 +80,8 @@ class BlockConv(Extra):
 class DFlash2Layer(DraftLayer):
     """A draft layer whose sublayers stand between convolutions; the context is not convolved."""
 
+    mixes_slots = True
+
     def __init__(self, config: DraftConfig) -> None:
         super().__init__(config)
         self.attention_conv = BlockConv(config)

@@ -5,6 +5,7 @@ stance), so a compile in one thread breaks or hangs a step in another. A step wh
 before takes the shared side; a new key takes the exclusive side, where alone a compile may happen.
 Outside the exclusive side the stance is fail_on_recompile, so a key that says too little is a loud
 error and never a race. With compile off there is nothing to guard and the gate only counts.
+A step that should have compiled something and did not runs uncompiled: an error too.
 """
 
 import contextlib
@@ -16,14 +17,15 @@ import time
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from trainer import torch_compiler
 from trainer.errors import CompileGateError
+from trainer.torch_compiler import Counted
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -42,6 +44,8 @@ class GateSettings:
     backend: of torch.compile. recompile_limit: graphs of one code object, all threads together;
     devices x shapes x 4 is enough. watchdog_s: age of a compile that is reported with every
     thread's stack, and again each time it has passed. limit_s: age that ends the run.
+    allow_fallback: a step that runs uncompiled is a warning and no error. force_during_fx_trace,
+    error_on_nested_fx_trace, caching_precompile: torch's settings of these names.
     """
 
     compile: bool = True
@@ -50,31 +54,85 @@ class GateSettings:
     recompile_limit: int = 1024
     watchdog_s: float = 120.0
     limit_s: float = 1800.0
+    allow_fallback: bool = False
+    force_during_fx_trace: bool = False
+    error_on_nested_fx_trace: bool = True
+    caching_precompile: bool = False
+
+    def of_torch(self) -> dict[str, Any]:
+        """Return the compiler's settings that every thread must have."""
+        return {
+            "_dynamo.config.recompile_limit": self.recompile_limit,
+            "_dynamo.config.accumulated_recompile_limit": self.recompile_limit * 4,
+            # Lowered with the forward, a backward is compiled under the gate and in its thread.
+            "_functorch.config.force_non_lazy_backward_lowering": True,
+            "_dynamo.config.force_compile_during_fx_trace": self.force_during_fx_trace,
+            "_dynamo.config.error_on_nested_fx_trace": self.error_on_nested_fx_trace,
+            "_dynamo.config.caching_precompile": self.caching_precompile,
+        }
 
 
 @dataclass(frozen=True)
 class CompileEvent:
-    """One compile, or several of one step: who, for which key, how long and why."""
+    """One compile, or several of one step: who, for which key, how long and why.
+
+    expected: False when it happened outside the exclusive side. sealed: after the warm-up. cache:
+    what the caches on disk gave, by ``fx_hit``, ``aot_miss`` and so on, where not 0. fallback: the
+    step should have compiled and did not.
+    """
 
     thread: str
+    device: str
     key: str
     seconds: float
     num_graphs: int
     reasons: tuple[str, ...]
-    expected: bool  # False: it happened outside the exclusive side
+    expected: bool = True
+    sealed: bool = False
+    cache: Mapping[str, int] = field(default_factory=dict)
+    fallback: bool = False
+
+    @property
+    def cache_hit(self) -> bool:
+        """Say whether nothing had to be made: the caches had all of it."""
+        return bool(self.cache) and all(name.endswith("hit") for name in self.cache)
 
 
 @dataclass
 class GateStats:
-    """Counts since the start; ``by_key`` holds the seconds of each exclusive step."""
+    """Counts since the start; ``by_key`` holds the seconds of each exclusive step.
+
+    num_sealed: graphs compiled after the warm-up. num_waiting: threads that wait for a side now.
+    """
 
     num_shared: int = 0
     num_exclusive: int = 0
     num_graphs: int = 0
     num_unexpected: int = 0
+    num_sealed: int = 0
+    num_waiting: int = 0
     exclusive_s: float = 0.0
     wait_s: float = 0.0
     by_key: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """What a thread wants of the gate.
+
+    key: None stands for a trace. seen: asked again after each wait. sealed: a key that was not seen
+    is an error. must_compile: so is a new key that compiles nothing.
+    """
+
+    key: Hashable
+    seen: Callable[[], bool]
+    sealed: bool = False
+    must_compile: bool = False
+
+    @property
+    def name(self) -> str:
+        """The key, for people."""
+        return "trace" if self.key is None else str(self.key)
 
 
 @dataclass(frozen=True)
@@ -115,23 +173,30 @@ class CompileGate:
         self._closed = threading.Event()
         self.stats = GateStats()
         self._guards = settings.compile and settings.gate
+        self._wraps = False
         self._num_threads = torch.get_num_threads()
         if settings.compile:
             self._configure()
-            # Dense attention in place of the kernel costs minutes and memory without a word.
-            warnings.filterwarnings("error", message=f".*{_DENSE_FLEX}.*")
+            if not settings.allow_fallback:
+                # Dense attention in place of the kernel costs minutes and memory without a word.
+                warnings.filterwarnings("error", message=f".*{_DENSE_FLEX}.*")
         if self._guards:
-            self._set_stance(_STANCE_MARK)
+            torch_compiler.set_stance(_STANCE_MARK)
             watchdog = threading.Thread(target=self._watch, name="gate-watchdog", daemon=True)
             watchdog.start()
 
     def wrap(self, fn: Callable[P, R]) -> Callable[P, R]:
-        """Return ``fn`` compiled for static shapes; a graph break is an error, never eager."""
-        if not self._settings.compile:
+        """Return ``fn`` compiled for static shapes.
+
+        A graph break and too many recompiles are errors, never eager, but for ``allow_fallback``.
+        """
+        settings = self._settings
+        if not settings.compile:
             return fn
+        self._wraps = True
         with self.trace():
             compiled: Callable[P, R] = torch.compile(
-                fn, backend=self._settings.backend, fullgraph=True, dynamic=False
+                fn, backend=settings.backend, fullgraph=not settings.allow_fallback, dynamic=False
             )
         return compiled
 
@@ -149,7 +214,7 @@ class CompileGate:
             self._count_unguarded(key)
             yield
             return
-        with self._hold(key, seen=self._is_seen(key), sealed=self._sealed):
+        with self._hold(_Pass(key, self._is_seen(key), sealed=self._sealed)):
             yield
 
     def run(self, key: Hashable, fn: Callable[[], R], *, library: bool = False) -> R:
@@ -159,10 +224,16 @@ class CompileGate:
         accumulates after the last compiled forward. The second run holds the exclusive side.
         ``library``: what compiles is not ours, so nobody knows its shapes: allowed after ``seal``.
 
-        Raises: CompileGateError when sealed and a compile was refused.
+        Raises: CompileGateError when sealed and a compile was refused, and when a new key compiled
+        nothing though the gate has wrapped something: it would run uncompiled from then on.
         """
+        must_compile = self._wraps and not (library or self._settings.caching_precompile)
+        wanted = _Pass(key, self._is_seen(key), sealed=self._sealed, must_compile=must_compile)
         try:
-            with self.step(key):
+            if not self._guards or self._nested():
+                self._count_unguarded(key)
+                return fn()
+            with self._hold(wanted):
                 return fn()
         except RuntimeError as error:
             if not _is_refused_compile(error):
@@ -171,7 +242,7 @@ class CompileGate:
                 raise CompileGateError(f"step {key}: {error}") from error
             with self._condition:
                 self.stats.num_unexpected += 1
-        with self._hold(key, seen=lambda: False, sealed=False):
+        with self._hold(_Pass(key, lambda: False)):
             return fn()
 
     @contextlib.contextmanager
@@ -185,7 +256,7 @@ class CompileGate:
             return
         if self._nested():
             raise CompileGateError("trace() inside a step would wait for itself; trace before it")
-        with self._hold(None, seen=lambda: False, sealed=False):
+        with self._hold(_Pass(None, lambda: False)):
             yield
 
     @contextlib.contextmanager
@@ -202,10 +273,8 @@ class CompileGate:
         """Put the stance back and end the watchdog; the gate is not used afterwards."""
         self._closed.set()
         if self._guards:
-            self._set_stance("default")
-            handler = _callbacks().callback_handler
-            if self._notice in handler.start_callbacks:
-                handler.remove_start_callback(self._notice)
+            torch_compiler.set_stance("default")
+            torch_compiler.stop_listening(self._notice)
 
     def spawn(self, fn: Callable[[], None], name: str) -> threading.Thread:
         """Return an unstarted daemon thread that runs ``fn`` with this gate's configuration.
@@ -234,10 +303,10 @@ class CompileGate:
                 self._seen.add(key)
 
     @contextlib.contextmanager
-    def _hold(self, key: Hashable, *, seen: Callable[[], bool], sealed: bool) -> Iterator[None]:
-        """Hold the side that ``seen`` says: it is asked again after each wait."""
-        if self._enter(key, seen, sealed=sealed):
-            with self._exclusively(key):
+    def _hold(self, wanted: _Pass) -> Iterator[None]:
+        """Hold the side that the pass asks for."""
+        if self._enter(wanted):
+            with self._exclusively(wanted):
                 yield
         else:
             with self._sharing():
@@ -246,19 +315,21 @@ class CompileGate:
     def _is_seen(self, key: Hashable) -> Callable[[], bool]:
         return lambda: key in self._seen
 
-    def _enter(self, key: Hashable, seen: Callable[[], bool], *, sealed: bool) -> bool:
+    def _enter(self, wanted: _Pass) -> bool:
         """Wait for a side and take it; True for the exclusive one."""
-        began = time.monotonic()
+        began, stats = time.monotonic(), self.stats
         with self._condition:
             waits_alone = False
+            stats.num_waiting += 1
             try:
                 while True:
                     if self._failure is not None:
                         raise self._failure
-                    alone = not seen()
-                    if alone and sealed:
+                    alone = not wanted.seen()
+                    if alone and wanted.sealed:
+                        name = wanted.name
                         raise CompileGateError(
-                            f"step {key} was not warmed up; its shape is not one of the plan's"
+                            f"step {name} was not warmed up; its shape is not one of the plan's"
                         )
                     self._waiting += alone - waits_alone
                     waits_alone = alone
@@ -267,14 +338,15 @@ class CompileGate:
                     self._condition.wait(_WAIT_S)
                 if alone:
                     thread = threading.current_thread().name
-                    self._holder = _Holder(thread, _text(key), time.monotonic())
-                    self.stats.num_exclusive += 1
+                    self._holder = _Holder(thread, wanted.name, time.monotonic())
+                    stats.num_exclusive += 1
                 else:
                     self._readers += 1
-                    self.stats.num_shared += 1
+                    stats.num_shared += 1
             finally:
                 self._waiting -= waits_alone
-                self.stats.wait_s += time.monotonic() - began
+                stats.num_waiting -= 1
+                stats.wait_s += time.monotonic() - began
                 self._condition.notify_all()
         return alone
 
@@ -289,72 +361,88 @@ class CompileGate:
                 self._readers -= 1
                 self._condition.notify_all()
             while self._strays:
-                self._tell(self._strays.popleft(), 0.0, 1, expected=False)
+                with self._condition:
+                    self.stats.num_unexpected += 1
+                self._tell(self._strays.popleft(), 0.0, Counted(1, {}), expected=False)
 
     @contextlib.contextmanager
-    def _exclusively(self, key: Hashable) -> Iterator[None]:
-        """Run the body while this thread holds the exclusive side; ``None`` stands for a trace."""
+    def _exclusively(self, wanted: _Pass) -> Iterator[None]:
+        """Run the body while this thread holds the exclusive side."""
         self._depth.side = "exclusive"
-        began, graphs, done = time.monotonic(), _num_graphs(), False
-        name = _text(key)
+        began, before, done = time.monotonic(), Counted.now(), False
         try:
-            self._listen()
-            self._set_stance("default")
+            torch_compiler.listen(self._notice)
+            torch_compiler.set_stance("default")
             yield
+            self._check_compiled(wanted, before)
             done = True
         finally:
-            self._set_stance(_STANCE_MARK)
+            torch_compiler.set_stance(_STANCE_MARK)
             self._depth.side = ""
-            seconds, num_graphs = time.monotonic() - began, _num_graphs() - graphs
-            with self._condition:
-                self._holder = None
-                if done and key is not None:
-                    self._seen.add(key)
-                self.stats.exclusive_s += seconds
-                self.stats.num_graphs += num_graphs
-                self.stats.by_key[name] = self.stats.by_key.get(name, 0.0) + seconds
-                self._condition.notify_all()
-            if num_graphs:
-                self._tell(name, seconds, num_graphs, expected=True)
+            made, seconds = Counted.now().since(before), time.monotonic() - began
+            self._leave(wanted, made, seconds, seen=done and wanted.key is not None)
+            if made.num_graphs:
+                self._tell(wanted.name, seconds, made)
 
-    def _listen(self) -> None:
-        """Notice compiles outside the exclusive side; torch._dynamo.reset() forgets listeners."""
-        handler = _callbacks().callback_handler
-        if self._notice not in handler.start_callbacks:
-            handler.register_start_callback(self._notice)
+    def _leave(self, wanted: _Pass, made: Counted, seconds: float, *, seen: bool) -> None:
+        """Let go of the exclusive side."""
+        stats, name = self.stats, wanted.name
+        with self._condition:
+            self._holder = None
+            if seen:
+                self._seen.add(wanted.key)
+            stats.exclusive_s += seconds
+            stats.num_graphs += made.num_graphs
+            stats.num_sealed += made.num_graphs if self._sealed else 0
+            stats.by_key[name] = stats.by_key.get(name, 0.0) + seconds
+            self._condition.notify_all()
+
+    def _check_compiled(self, wanted: _Pass, before: Counted) -> None:
+        """Refuse a step that ran uncompiled, or tell of it where that is allowed."""
+        made = Counted.now().since(before)
+        if made.num_graphs or not wanted.must_compile:
+            return
+        text = f"step {wanted.name} compiled nothing: it runs uncompiled, slow and in more memory"
+        if not self._settings.allow_fallback:
+            raise CompileGateError(f"{text}; compile.allow_fallback lets a run go on so")
+        self._report(f"{text}\n")
+        self._tell(wanted.name, 0.0, made, fallback=True)
 
     def _notice(self, args: Any) -> None:
         # Called with torch's compile lock held: waiting for the gate here could wait for ever.
         if self._holder is None:
             self._strays.append(f"{args.callback_trigger.name} outside the exclusive side")
 
-    def _tell(self, key: str, seconds: float, num_graphs: int, *, expected: bool) -> None:
-        if not expected:
-            with self._condition:
-                self.stats.num_unexpected += 1
-        reasons = tuple(_recent_reasons(num_graphs)[:_MAX_REASONS])
-        thread = threading.current_thread().name
-        self._on_event(CompileEvent(thread, key, seconds, num_graphs, reasons, expected))
+    def _tell(
+        self,
+        key: str,
+        seconds: float,
+        made: Counted,
+        *,
+        expected: bool = True,
+        fallback: bool = False,
+    ) -> None:
+        graphs = made.num_graphs
+        on_cuda = torch.cuda.is_initialized()
+        event = CompileEvent(
+            thread=threading.current_thread().name,
+            device=f"cuda:{torch.cuda.current_device()}" if on_cuda else "cpu",
+            key=key,
+            seconds=seconds,
+            num_graphs=graphs,
+            reasons=tuple(torch_compiler.recent_reasons(graphs)[:_MAX_REASONS]),
+            expected=expected,
+            sealed=self._sealed,
+            cache=made.cache,
+            fallback=fallback,
+        )
+        self._on_event(event)
 
     def _configure(self) -> None:
         """Set the compiler's configuration in this thread and make sure that it holds."""
         # A guard of every graph; a new thread takes the number that any thread set last.
         torch.set_num_threads(self._num_threads)
-        limit = self._settings.recompile_limit
-        dynamo, functorch = _dynamo_config(), _functorch_config()
-        for config, name, value in (
-            (dynamo, "recompile_limit", limit),
-            (dynamo, "accumulated_recompile_limit", limit * 4),
-            # Lowered with the forward, a backward is compiled under the gate and in its thread.
-            (functorch, "force_non_lazy_backward_lowering", True),
-        ):
-            setattr(config, name, value)
-            if getattr(config, name) != value:
-                raise CompileGateError(f"torch does not keep the setting {name} = {value}")
-
-    @staticmethod
-    def _set_stance(stance: str) -> None:
-        torch.compiler.set_stance(stance)
+        torch_compiler.configure(self._settings.of_torch())
 
     def _watch(self) -> None:
         """Report a compile that lasts, and end the run when it lasts too long."""
@@ -402,41 +490,3 @@ def end_process(error: BaseException) -> None:
 
 def _is_refused_compile(error: BaseException) -> bool:
     return _STANCE_MARK in str(error)
-
-
-def _dynamo_config() -> ModuleType:
-    import torch._dynamo.config as config  # noqa: PLC0415 - seconds to import, only with compile on
-
-    return config
-
-
-def _functorch_config() -> ModuleType:
-    import torch._functorch.config as config  # noqa: PLC0415 - as above
-
-    return config
-
-
-def _callbacks() -> ModuleType:
-    import torch._dynamo.callback as callback  # noqa: PLC0415 - as above
-
-    return callback
-
-
-def _dynamo_utils() -> ModuleType:
-    import torch._dynamo.utils as dynamo_utils  # noqa: PLC0415 - as above
-
-    return dynamo_utils
-
-
-def _num_graphs() -> int:
-    return int(_dynamo_utils().counters["stats"].get("unique_graphs", 0))
-
-
-def _recent_reasons(num_graphs: int) -> list[str]:
-    """Return why the last compiles happened; torch gives a reason for recompiles only."""
-    metrics = _dynamo_utils().get_compilation_metrics()[-num_graphs:]
-    return [str(m.recompile_reason) for m in metrics if getattr(m, "recompile_reason", None)]
-
-
-def _text(key: Hashable) -> str:
-    return "trace" if key is None else str(key)

@@ -218,11 +218,16 @@ class Session:
     def _compiled(self, event: CompileEvent) -> None:
         self._metrics.compile(
             thread=event.thread,
+            device=event.device,
             key=event.key,
             compile_s=round(event.seconds, 3),
             num_graphs=event.num_graphs,
             reasons=list(event.reasons),
             expected=event.expected,
+            sealed=event.sealed,
+            cache=dict(event.cache),
+            cache_hit=event.cache_hit,
+            fallback=event.fallback,
         )
 
     def _gate_failed(self, error: Exception) -> None:

@@ -4,23 +4,17 @@ import functools
 import subprocess
 import sys
 import threading
-import time
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
 import torch._dynamo
 import torch._dynamo.config
 import torch._functorch.config
-import torch.fx._symbolic_trace
-import torch.fx.traceback
 import torch.nn.attention.flex_attention as flex
-from torch import Tensor
 from torch._dynamo.callback import on_compile_start
 from torch._dynamo.convert_frame import compile_lock
-from torch.fx import GraphModule
 
 from trainer.compile_gate import CompileEvent, CompileGate, GateSettings
 from trainer.errors import CompileGateError
@@ -49,48 +43,6 @@ def _run(threads: list[threading.Thread]) -> None:
         assert not thread.is_alive()
 
 
-def test_warm_reader_waits_while_another_thread_compiles_and_then_passes() -> None:
-    compiling, go_on = threading.Event(), threading.Event()
-
-    def flag_and_block(graph: GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-        # In the middle of a compile the process-wide FX tracing flag is up.
-        if inputs[0].numel() == 5:
-            torch.fx._symbolic_trace._is_fx_tracing_flag = True
-            compiling.set()
-            assert go_on.wait(20)
-            torch.fx._symbolic_trace._is_fx_tracing_flag = False
-        return graph.forward
-
-    torch._dynamo.reset()
-    with warnings.catch_warnings():
-        gate = CompileGate(GateSettings(backend=flag_and_block))
-    step = gate.wrap(lambda x: x + 1)
-    results: list[torch.Tensor] = []
-
-    def of_size(size: int) -> None:
-        with gate.step(size):
-            results.append(step(torch.ones(size)))
-
-    writer = gate.spawn(lambda: of_size(5), "writer")
-    reader = gate.spawn(lambda: of_size(3), "reader")
-    try:
-        of_size(3)
-        writer.start()
-        assert compiling.wait(20)
-        reader.start()
-        time.sleep(0.2)
-        assert len(results) == 1
-    finally:
-        go_on.set()
-        for thread in (writer, reader):
-            if thread.ident:
-                thread.join(20)
-        gate.close()
-        torch._dynamo.reset()
-    assert sorted(r.numel() for r in results) == [3, 3, 5]
-    assert gate.stats.num_unexpected == 0
-
-
 def test_unexpected_shape_on_the_shared_side_is_refused_and_run_again_alone(
     gate: CompileGate,
 ) -> None:
@@ -117,38 +69,6 @@ def test_refused_compile_without_run_is_an_error_that_names_the_guard(gate: Comp
         double(torch.ones(3))
     with gate.step("key"), pytest.raises(RuntimeError, match="expected 3, actual 5"):
         double(torch.ones(5))
-
-
-def test_backend_that_raises_leaves_the_key_unseen_and_others_go_on() -> None:
-    calls: list[int] = []
-
-    def fails_once(graph: GraphModule, _inputs: list[torch.Tensor]) -> Callable[..., Any]:
-        calls.append(1)
-        if len(calls) == 1:
-            raise ValueError("no such kernel")
-        return graph.forward
-
-    with warnings.catch_warnings():
-        gate = CompileGate(GateSettings(backend=fails_once))
-    try:
-        double = gate.wrap(lambda x: x * 2)
-        with (
-            pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="no such kernel"),
-            gate.step("key"),
-        ):
-            double(torch.ones(3))
-        done: list[float] = []
-
-        def step() -> None:
-            with gate.step("key"):
-                done.append(double(torch.ones(3))[0].item())
-
-        _run([gate.spawn(step, f"t{i}") for i in range(3)])
-        assert done == [2.0, 2.0, 2.0]
-        assert len(calls) == 2
-    finally:
-        gate.close()
-        torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
@@ -205,25 +125,6 @@ def test_thread_count_that_another_thread_set_last_compiles_nothing_anew(
     assert done == [2.0]
 
 
-def test_four_threads_of_masks_leave_no_trace_annotation_behind(gate: CompileGate) -> None:
-    errors: list[BaseException] = []
-
-    def causal(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return q >= k
-
-    def build() -> None:
-        try:
-            for _ in range(20):
-                with gate.mask():
-                    flex.create_block_mask(causal, 1, 1, 64, 64, device="cpu", BLOCK_SIZE=32)
-        except BaseException as error:  # noqa: BLE001 - any error is the test's failure
-            errors.append(error)
-
-    _run([gate.spawn(build, f"mask{i}") for i in range(4)])
-    assert errors == []
-    assert "custom" not in torch.fx.traceback.current_meta
-
-
 def test_first_backward_after_seal_compiles_nothing(gate: CompileGate) -> None:
     weight = torch.ones(3, requires_grad=True)
     square = gate.wrap(lambda w, x: (w * x).square().sum())
@@ -257,7 +158,9 @@ def test_refused_compile_after_seal_is_a_gate_error(gate: CompileGate) -> None:
         gate.run("key", lambda: double(torch.ones(5)))
 
 
-def test_library_that_compiles_after_seal_runs_alone(gate: CompileGate) -> None:
+def test_library_that_compiles_after_seal_runs_alone_and_is_told(
+    gate: CompileGate, events: list[CompileEvent]
+) -> None:
     double = gate.wrap(lambda x: x * 2)
     gate.run("target", lambda: double(torch.ones(3)), library=True)
     gate.seal()
@@ -265,6 +168,8 @@ def test_library_that_compiles_after_seal_runs_alone(gate: CompileGate) -> None:
     assert gate.run("target", lambda: double(torch.ones(5)), library=True).numel() == 5
     assert gate.run("target", lambda: double(torch.ones(3)), library=True).numel() == 3
     assert gate.stats.num_exclusive == before + 1
+    assert [event.sealed for event in events] == [False, True]
+    assert gate.stats.num_sealed == 1
 
 
 def test_second_run_is_alone_even_when_another_thread_made_the_key_seen(
@@ -308,7 +213,12 @@ def test_compile_event_names_thread_key_and_reason(
     _run([gate.spawn(both, "drafter-0")])
     first, second = events
     assert (first.thread, first.key, first.num_graphs) == ("drafter-0", "('cpu', 3)", 1)
-    assert first.expected
+    assert (first.device, first.expected, first.sealed, first.fallback) == (
+        "cpu",
+        True,
+        False,
+        False,
+    )
     assert first.reasons == ()
     assert "expected 3, actual 5" in second.reasons[0]
 
@@ -340,11 +250,12 @@ def test_compile_that_lasts_is_reported_with_stacks_and_ends_the_run() -> None:
             report=reports.append,
             on_limit=limits.append,
         )
-    release = threading.Event()
+    inside, release = threading.Event(), threading.Event()
     caught: list[str] = []
 
     def hang_in_a_compile() -> None:
         with gate.step("stuck"):
+            inside.set()
             release.wait(20)
 
     def wait_for_the_gate() -> None:
@@ -356,7 +267,7 @@ def test_compile_that_lasts_is_reported_with_stacks_and_ends_the_run() -> None:
 
     stuck, waiter = gate.spawn(hang_in_a_compile, "stuck-one"), gate.spawn(wait_for_the_gate, "w")
     stuck.start()
-    time.sleep(0.05)
+    assert inside.wait(10)
     waiter.start()
     waiter.join(10)
     release.set()
@@ -366,31 +277,6 @@ def test_compile_that_lasts_is_reported_with_stacks_and_ends_the_run() -> None:
     assert "hang_in_a_compile" in reports[0]
     assert "longer than compile.limit_s" in caught[0]
     assert len(limits) == 1
-
-
-def test_writer_is_not_starved_by_readers(gate: CompileGate) -> None:
-    with gate.step("warm"):
-        pass
-    stop, got_in = threading.Event(), threading.Event()
-
-    def read_for_ever() -> None:
-        while not stop.is_set():
-            with gate.step("warm"):
-                time.sleep(0.002)
-
-    def write() -> None:
-        with gate.step("new"):
-            got_in.set()
-
-    readers = [gate.spawn(read_for_ever, f"r{i}") for i in range(3)]
-    for reader in readers:
-        reader.start()
-    writer = gate.spawn(write, "w")
-    writer.start()
-    assert got_in.wait(5)
-    stop.set()
-    for thread in [*readers, writer]:
-        thread.join(5)
 
 
 def test_gate_without_compile_takes_no_lock_and_wraps_nothing() -> None:
@@ -416,6 +302,56 @@ def test_flex_attention_that_would_run_dense_is_an_error(gate: CompileGate) -> N
     flex._WARNINGS_SHOWN.clear()  # it warns once in a process
     with gate.step("key"), pytest.raises(UserWarning, match=r"called without torch\.compile"):
         flex.flex_attention(*(torch.ones(1, 1, 16, 16) for _ in range(3)))
+
+
+def test_new_step_that_compiles_nothing_is_refused_as_uncompiled(gate: CompileGate) -> None:
+    double = gate.wrap(lambda x: x * 2)
+    assert gate.run("compiled", lambda: double(torch.ones(3)))[0] == 2.0
+    with pytest.raises(CompileGateError, match="step eager compiled nothing: it runs uncompiled"):
+        gate.run("eager", lambda: torch.ones(3) * 2)
+    assert gate.run("target", lambda: torch.ones(3) * 2, library=True)[0] == 2.0
+
+
+def test_step_that_runs_uncompiled_is_told_where_that_is_allowed() -> None:
+    reports: list[str] = []
+    events: list[CompileEvent] = []
+    torch._dynamo.reset()
+    gate = CompileGate(
+        GateSettings(backend="eager", allow_fallback=True),
+        on_event=events.append,
+        report=reports.append,
+    )
+    try:
+
+        def breaks(x: torch.Tensor) -> torch.Tensor:
+            torch._dynamo.graph_break()
+            return x
+
+        assert gate.run("key", functools.partial(gate.wrap(breaks), torch.ones(3)))[0] == 1.0
+        assert [(e.key, e.num_graphs, e.fallback) for e in events] == [("key", 0, True)]
+        assert reports == [
+            "step key compiled nothing: it runs uncompiled, slow and in more memory\n"
+        ]
+    finally:
+        gate.close()
+        torch._dynamo.reset()
+
+
+def test_graph_break_is_an_error_where_falling_back_is_not_allowed(gate: CompileGate) -> None:
+    def breaks(x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return x
+
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        gate.run("key", functools.partial(gate.wrap(breaks), torch.ones(3)))
+
+
+def test_event_says_whether_the_caches_on_disk_had_everything() -> None:
+    event = functools.partial(CompileEvent, "drafter-0", "cuda:0", "key", 1.0, 2, ())
+    assert event(cache={"fx_hit": 2, "aot_hit": 1}).cache_hit
+    assert not event(cache={"fx_hit": 2, "aot_miss": 1}).cache_hit
+    assert not event(cache={"fx_bypass": 1}).cache_hit
+    assert not event().cache_hit
 
 
 _HANGS = """

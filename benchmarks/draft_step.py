@@ -30,7 +30,7 @@ from trainer.model.draft import DraftModel
 from trainer.model.draft_config import DraftConfig
 from trainer.model.target import FrozenHead
 from trainer.optim import DraftOptimizer, Schedule
-from trainer.workers.drafter import HostCopy, Replica, forward_backward
+from trainer.workers.drafter import Replica, forward_backward
 from trainer.workers.target import Prepared
 
 _NUM_TAPS = 5
@@ -217,8 +217,8 @@ def run_case(name: str, options: argparse.Namespace) -> dict[str, Any]:
         def step() -> None:
             sums = forward_backward(replica, gate, prepared, config)
             row = torch.stack((sums.loss_sum.double(), sums.weight_sum.double()))
-            launched = optimizer.launch(len(losses), row, optimizer.grad_norm())
-            told = HostCopy(launched).wait()  # the one time that the host waits, as in a run
+            copy = optimizer.launch(len(losses), row, optimizer.grad_norm())
+            told = copy.wait()  # the one time that the host waits, as in a run
             optimizer.settle(len(losses), told)
             losses.append(told[0] / told[1])
 

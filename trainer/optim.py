@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from trainer.contract.config import OptimConfig
 from trainer.errors import CheckpointError, NonFiniteError
+from trainer.host_copy import HostCopy
 
 if TYPE_CHECKING:
     from trainer.fused_adamw import FusedAdamw, Moments
@@ -99,9 +100,10 @@ class DraftOptimizer:
         self._params = [p for p in model.parameters() if p.requires_grad]
         device = self._params[0].device
         self._fused = device.type == "cuda" and config.name == "adamw"
-        self._starts, total = _layout(self._params, _ALIGNMENT if self._fused else 1)
+        self.starts, total = _layout(self._params, _ALIGNMENT if self._fused else 1)
         self._direct, self._fresh = False, True
         self._norm: Tensor | None = None
+        self._taken: set[int] = set()
         self.flat_grad = torch.zeros(total, dtype=torch.float32, device=device)
         self._flat = torch.zeros(total, dtype=torch.float32, device=device)
         self._masters = [nn.Parameter(view) for view in self._views(self._flat)]
@@ -113,8 +115,9 @@ class DraftOptimizer:
             else:
                 self._write_back.append((param.data, master.data))
         self._sums = list(self._views(self.flat_grad))
-        for master, grad in zip(self._masters, self._sums, strict=True):
-            master.grad = grad
+        if not self._fused:
+            for master, grad in zip(self._masters, self._sums, strict=True):
+                master.grad = grad
         self._average: WeightAverage | None = None
         if keep_average and config.ema_decay is not None:
             self._average = WeightAverage(self._flat, config.ema_decay)
@@ -122,6 +125,27 @@ class DraftOptimizer:
         self._adamw = self._fused_adamw() if self._fused else None
         self._moments: Moments | None = None
         self._base_lrs = [[g["lr"] for g in o.param_groups] for o in self._optimizers]
+
+    @property
+    def params(self) -> Sequence[Tensor]:
+        """The trainable parameters; ``starts`` says where each begins in ``flat_grad``."""
+        return self._params
+
+    def arrange_gradients(self, num_replicas: int, num_micro_batches: int) -> None:
+        """Let gradients lie where a step of so many of them costs least; changes no number.
+
+        One micro-batch of one replica: AdamW on a GPU reads them where backward leaves them. One
+        of each of several: the sum over the replicas has the type of the parameters, as the
+        gradient of one larger batch would. Else, and off a GPU, sums are fp32.
+        """
+        dtypes = {param.dtype for param in self._params}
+        if num_micro_batches > 1:
+            return
+        if num_replicas == 1:
+            self.take_gradients_directly()
+        elif self._fused and len(dtypes) == 1:
+            self.flat_grad = self.flat_grad.to(dtypes.pop())
+            self._sums = list(self._views(self.flat_grad))
 
     def take_gradients_directly(self) -> None:
         """Step with the gradients where backward leaves them, instead of their fp32 sum.
@@ -132,29 +156,56 @@ class DraftOptimizer:
         if self._fused:
             self._direct = True
             self.flat_grad, self._sums = self.flat_grad.new_empty(0), []
-            for master in self._masters:
-                master.grad = None
+
+    @torch.no_grad()
+    def take_in(self, places: Sequence[int]) -> None:
+        """Add the gradients of some parameters to the flat sum before ``accumulate`` does.
+
+        Where there is none, zeros. Each place once a micro-batch. The current stream may be
+        another than backward's, when it is behind it.
+        """
+        if not self._taken.isdisjoint(places):
+            raise RuntimeError("gradients were taken in, and then backward ran again")
+        self._taken.update(places)
+        found = [(self._sums[place], self._params[place]) for place in places]
+        with_grad = [(total, p.grad) for total, p in found if p.grad is not None]
+        if self._fresh:
+            for total, param in found:
+                if param.grad is None:
+                    total.zero_()
+        if with_grad:
+            totals, grads = (list(side) for side in zip(*with_grad, strict=True))
+            if self._fresh:
+                torch._foreach_copy_(totals, grads)
+            else:
+                torch._foreach_add_(totals, grads)
+            for grad in grads:
+                if grad.is_cuda:  # its memory is free for backward's stream after this only
+                    grad.record_stream(torch.cuda.current_stream(grad.device))
+        for _total, param in found:
+            param.grad = None
 
     @torch.no_grad()
     def accumulate(self) -> None:
-        """Add the parameters' gradients to the flat fp32 sum and clear them; nothing waits."""
+        """Add the parameters' gradients to the flat sum and clear them; nothing waits."""
         self._norm = None
         if self._direct:
             return
-        if self._adamw is not None:
+        rest = [place for place in range(len(self._params)) if place not in self._taken]
+        if self._adamw is not None and not self._taken and self.flat_grad.dtype == torch.float32:
             grads = [param.grad for param in self._params]
             self._norm = self._adamw.add_up(grads, self.flat_grad, fresh=self._fresh)
+            self._drop_gradients()
         else:
-            for param, grad in zip(self._params, self._sums, strict=True):
-                if param.grad is not None:
-                    grad.add_(param.grad)
+            self.take_in(rest)
         self._fresh = False
-        self._drop_gradients()
+        self._taken.clear()
 
     def clear(self) -> None:
         """Forget the gradients summed so far."""
         self.flat_grad.zero_()
         self._fresh, self._norm = True, None
+        self._taken.clear()
         self._drop_gradients()
 
     @torch.no_grad()
@@ -190,18 +241,21 @@ class DraftOptimizer:
             torch.as_tensor(value, dtype=torch.float64, device=device)
             for value in (loss_sum, weight_sum)
         ]
-        return self.settle(step, self.launch(step, torch.stack(sums), self.grad_norm()).tolist())
+        told = self.launch(step, torch.stack(sums), self.grad_norm())
+        return self.settle(step, told.wait())
 
     @torch.no_grad()
-    def launch(self, step: int, sums: Tensor, norm: Tensor) -> Tensor:
+    def launch(self, step: int, sums: Tensor, norm: Tensor) -> HostCopy:
         """Take optimiser step ``step`` with the summed gradient divided by the weight sum.
 
         Nothing waits on a GPU with AdamW. A loss sum or norm that is not finite changes nothing,
         the count of steps included; neither does a step in which no position had weight.
+        The host's copy is on its way before the step is, so that the host goes on meanwhile.
         Shapes: sums [K] fp64, the loss sum, the weight sum and whatever else the host wants to
         read, norm [] that of the summed gradient -> [K + 1], for ``settle``.
         """
-        total, norm = norm.double(), norm.double()
+        total = norm.double()
+        told = HostCopy(torch.cat((sums, total[None])))
         loss_sum, weight_sum = sums[0], sums[1]
         good = loss_sum.isfinite() & total.isfinite() & (weight_sum != 0)
         clip = self._config.clip_norm / (total / weight_sum + 1e-6)
@@ -216,7 +270,7 @@ class DraftOptimizer:
             self._step_unfused(scale)
         if self._average is not None:
             self._average.follow(self._flat, step, good)
-        return torch.cat((sums, norm[None]))
+        return told
 
     def settle(self, step: int, values: Sequence[float]) -> Applied:
         """Say what ``launch`` did, from the host's copy of what it returned; forget the gradients.
@@ -232,6 +286,7 @@ class DraftOptimizer:
         if self._adamw is None:
             self.flat_grad.zero_()
         self._fresh, self._norm = True, None
+        self._taken.clear()
         self._drop_gradients()
         lr = self._base_lrs[0][0] * self._schedule.factor(step)
         return Applied(norm / weight_sum if weight_sum else 0.0, lr)
@@ -256,7 +311,7 @@ class DraftOptimizer:
 
         groups = self._optimizers[0].param_groups
         decays = {id(m): group["weight_decay"] for group in groups for m in group["params"]}
-        return FusedAdamw(self._params, self._starts, [decays[id(m)] for m in self._masters])
+        return FusedAdamw(self._params, self.starts, [decays[id(m)] for m in self._masters])
 
     def _held(self) -> "Moments":
         """Return the moments of the fused AdamW, made when they are first needed."""
@@ -352,7 +407,7 @@ class DraftOptimizer:
         return lines
 
     def _views(self, flat: Tensor) -> Iterator[Tensor]:
-        for param, start in zip(self._params, self._starts, strict=True):
+        for param, start in zip(self._params, self.starts, strict=True):
             yield flat[start : start + param.numel()].view(param.shape)
 
     def _build(self) -> list[torch.optim.Optimizer]:

@@ -103,7 +103,7 @@ def test_step_that_is_not_finite_changes_nothing_on_the_device(direct: bool, los
     assert before.keys() == after.keys()
     assert [name for name in before if not torch.equal(before[name], after[name])] == []
     with pytest.raises(NonFiniteError, match=r"step 2: .* the weights were not changed") as info:
-        optimizer.settle(1, launched.tolist())
+        optimizer.settle(1, launched.wait())
     assert ("first 0.weight" in str(info.value)) is math.isfinite(loss_sum)
 
 
@@ -135,7 +135,7 @@ def test_step_of_one_drafter_waits_for_nothing_before_it_is_read():
         launched = optimizer.launch(0, sums, optimizer.grad_norm())
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert optimizer.settle(0, launched.tolist()).grad_norm > 0
+    assert optimizer.settle(0, launched.wait()).grad_norm > 0
 
 
 def test_state_of_another_optimizer_is_gone_on_with():

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from trainer.compile_gate import CompileGate
 from trainer.contract.config import TrainConfig
 from trainer.data.packing import Batch
 from trainer.errors import NonFiniteError
+from trainer.host_copy import HostCopy
 from trainer.loss import LossSums, draft_loss
 from trainer.model.draft import DraftModel
 from trainer.model.target import FrozenHead
@@ -76,33 +78,15 @@ class StepRange:
 class _Trained:
     """What one drafter has to tell of a step before it is taken.
 
-    sums: what the host knows. row: what is still on the device, fp64: loss sum, weight sum, hits,
-    slots, accepted, two numbers for each of ``keys``, and the gradient's norm. last: the last
-    batch, kept for replay.
+    sums: what the host knows. figures: what is still on the device, fp64: loss sum, weight sum,
+    hits, slots, accepted, and two numbers for each of ``keys``. last: the last batch, kept for
+    replay.
     """
 
     sums: StepSums
-    row: Tensor
+    figures: Tensor
     keys: tuple[str, ...]
     last: Prepared
-
-
-class HostCopy:
-    """Numbers on their way from a device to the host, behind the work that makes them."""
-
-    def __init__(self, values: Tensor) -> None:
-        self._host, self._arrived = values, None
-        if values.is_cuda:
-            self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            self._host.copy_(values, non_blocking=True)
-            self._arrived = torch.cuda.current_stream(values.device).record_event()
-
-    def wait(self) -> list[float]:
-        """Return the numbers once they are here; work queued after them goes on."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        found: list[float] = self._host.tolist()
-        return found
 
 
 def _figures(sums: LossSums) -> Tensor:
@@ -169,13 +153,16 @@ class DrafterWorker:
         # A target thread that shares the card has work enough to fill the pauses of a step.
         take_place(replica.device, self.config.run.cpu_threads, urgent=True)
         replica.draft.train()
+        with self.sync.joined(replica.rank, replica.optimizer):
+            self._take_steps(pulse)
+
+    def _take_steps(self, pulse: Pulse) -> None:
+        replica = self.replica
         for step in range(self.steps.first, self.steps.num_steps):
             began = time.monotonic()
             trained = self._accumulate(step, pulse)
             with pulse.wait(f"for the other drafters in step {step}"):
-                exchanged = self.sync.exchange(
-                    replica.rank, replica.optimizer.flat_grad, trained.sums, trained.row
-                )
+                exchanged = self.sync.exchange(replica.rank, trained.sums, trained.figures)
             pulse.beat(f"takes step {step}")
             applied = self._apply(step, trained, exchanged, pulse)
             if replica.rank == 0:
@@ -191,30 +178,32 @@ class DrafterWorker:
 
     def _accumulate(self, step: int, pulse: Pulse) -> "_Trained":
         """Sum the gradients of this rank's batches, and what is to be told of them."""
-        optimizer = self.replica.optimizer
+        replica, indices = self.replica, self.steps.indices(step, self.replica.rank)
         parts: list[LossSums] = []
         sums = StepSums(num_stop=int(self.stop.soft.is_set()))
         unread: tuple[Prepared, HostCopy] | None = None
-        for index in self.steps.indices(step, self.replica.rank):
+        for index in indices:
             with pulse.wait(f"for batch {index}"):
                 prepared = self.channel.get(index).received()
             pulse.beat(f"trains on batch {index}")
-            parts.append(
-                forward_backward(
-                    self.replica, self.gate, prepared, self.config, self._progress(step)
+            travels = self.sync.travelling(replica.rank) if index == indices[-1] else nullcontext()
+            with travels:
+                parts.append(
+                    forward_backward(
+                        replica, self.gate, prepared, self.config, self._progress(step)
+                    )
                 )
-            )
             if unread is not None:  # the device has this batch to work on meanwhile
                 self._check_finite(step, unread[0], unread[1].wait())
-            finite = torch.stack((parts[-1].loss_sum.double(), optimizer.grad_norm().double()))
-            unread = prepared, HostCopy(finite)
+            if index != indices[-1]:  # of the last one ``exchange`` tells
+                norm = replica.optimizer.grad_norm().double()
+                unread = prepared, HostCopy(torch.stack((parts[-1].loss_sum.double(), norm)))
             batch = prepared.batch
             sums.num_tokens += batch.num_tokens
             sums.num_anchors += batch.num_anchors
             sums.batches += (TrainedBatch(index, batch.epoch, batch.sample_ids),)
         whole = LossSums.total(parts)
-        row = torch.cat((_figures(whole), finite[1:]))
-        return _Trained(sums, row, tuple(whole.figures), prepared)
+        return _Trained(sums, _figures(whole), tuple(whole.figures), prepared)
 
     def _apply(self, step: int, trained: "_Trained", exchanged: Exchanged, pulse: Pulse) -> Applied:
         """Take the step, read what all ranks have to tell, and complete the sums with it.
@@ -224,25 +213,22 @@ class DrafterWorker:
         """
         optimizer, (sums, rows) = self.replica.optimizer, exchanged
         norm = optimizer.grad_norm(again=len(rows) > 1)
-        launched = optimizer.launch(step, rows[:, :-1].sum(0), norm)
-        told = HostCopy(torch.cat((launched, rows[:, 0], rows[:, -1]))).wait()
-        told, losses, norms = (
-            told[: len(launched)],
-            told[len(launched) : -len(rows)],
-            told[-len(rows) :],
-        )
+        wanted = torch.cat((rows[:, :-1].sum(0), rows[:, 0], rows[:, -1]))
+        *told, norm_of_all = optimizer.launch(step, wanted, norm).wait()
+        count = len(rows)
+        told, losses, norms = told[: -2 * count], told[-2 * count : -count], told[-count:]
         rank = self.replica.rank
         self._check_finite(step, trained.last, (losses[rank], norms[rank]))
         if not all(map(math.isfinite, losses + norms)):
             with pulse.wait("for the drafter whose batch is not finite"):
                 self.sync.wait_for_abort()
         try:
-            applied = optimizer.settle(step, told)
+            applied = optimizer.settle(step, [*told, norm_of_all])
         except NonFiniteError as error:  # finite in every rank, and not in their sum
             raise self._kept(step, trained.last, str(error)) from error
         sums.loss_sum, sums.weight_sum = told[:2]
         sums.num_hits, sums.num_slots, sums.num_accepted = (int(value) for value in told[2:5])
-        pairs = zip(told[5:-1:2], told[6:-1:2], strict=True)
+        pairs = zip(told[5::2], told[6::2], strict=True)
         sums.figures = dict(zip(trained.keys, pairs, strict=True))
         return applied
 

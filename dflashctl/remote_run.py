@@ -135,6 +135,7 @@ def make_manifest(place: Place, pinned: Pinned, facts: dict[str, Any]) -> Manife
         seed=pinned.config.seed,
         argv=pinned.argv,
         driver=facts.get("driver"),
+        experiments=pinned.config.compile.experiments,
     )
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
+from trainer import torch_compiler
 from trainer.compile_gate import CompileGate, GateSettings
 from trainer.contract.config import TrainConfig
 from trainer.contract.errors import ConfigError, ManifestError
@@ -123,13 +124,23 @@ def compiles(config: TrainConfig) -> bool:
 
 
 def gate_settings(config: TrainConfig, num_devices: int) -> GateSettings:
-    """Return the settings of the compile gate for this run."""
+    """Return the settings of the compile gate for this run. Raises: ConfigError."""
+    chosen = config.compile
+    if chosen.caching_precompile and not torch_compiler.keeps_traces():
+        raise ConfigError(
+            f"compile.caching_precompile needs torch 2.14, this is {torch.__version__}; leave it"
+            " out, the other caches work everywhere"
+        )
     return GateSettings(
         compile=compiles(config),
-        gate=config.compile.gate == "on",
+        gate=chosen.gate == "on",
         recompile_limit=num_devices * _MAX_SHAPES * _GRAPHS_PER_SHAPE,
-        watchdog_s=config.compile.watchdog_s,
-        limit_s=config.compile.limit_s,
+        watchdog_s=chosen.watchdog_s,
+        limit_s=chosen.limit_s,
+        allow_fallback=chosen.allow_fallback,
+        force_during_fx_trace=chosen.force_during_fx_trace,
+        error_on_nested_fx_trace=chosen.error_on_nested_fx_trace,
+        caching_precompile=chosen.caching_precompile,
     )
 
 

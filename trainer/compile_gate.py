@@ -423,7 +423,7 @@ class CompileGate:
         fallback: bool = False,
     ) -> None:
         graphs = made.num_graphs
-        on_cuda = torch.cuda.is_initialized()
+        on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         event = CompileEvent(
             thread=threading.current_thread().name,
             device=f"cuda:{torch.cuda.current_device()}" if on_cuda else "cpu",

@@ -63,6 +63,7 @@ class Metrics:
     """Writes events and log lines; safe to call from any thread.
 
     ``devices`` maps the label of each device of the run to the device ("drafter:6": cuda:5).
+    ``experiments`` are marked in every step and at the end.
     """
 
     def __init__(
@@ -71,9 +72,11 @@ class Metrics:
         run_id: str,
         devices: Mapping[str, torch.device],
         *,
+        experiments: Sequence[str] = (),
         console: TextIO | None = None,
     ) -> None:
         self._writer = EventWriter(path, run_id)
+        self._marks = {"experiments": list(experiments)} if experiments else {}
         self._devices = devices
         self._console = console or sys.stdout
         self._lock = threading.RLock()
@@ -107,13 +110,19 @@ class Metrics:
             values = self._step_values(figures, flow)
             self._last_flow = flow
             own = "".join(f" {key} {value:.3g}" for key, value in figures.variant.items())
-            self._tell("step", _step_line(values) + own, **values)
+            self._tell("step", _step_line(values) + own, **values, **self._marks)
+
+    def started(self, step: int, **facts: Any) -> None:
+        """Tell that the first step of this process is done: start_s, num_compiles, compile_s."""
+        told = "".join(f" {key} {value}" for key, value in facts.items())
+        self._tell("started", f"first step {step} is done:{told}", step=step, **facts)
 
     def compile(self, **facts: Any) -> None:
-        """Tell of a compile: thread, key, compile_s, num_graphs, reasons, expected."""
+        """Tell of a compile: thread, device, key, compile_s, num_graphs, reasons, expected."""
         line = f"compiled {facts['num_graphs']} graphs for {facts['key']} on {facts['thread']}"
+        late = " AFTER THE WARM-UP" if facts.get("sealed") else ""
         why = f": {facts['reasons'][0]}" if facts.get("reasons") else ""
-        self._tell("compile", f"{line} in {facts['compile_s']:.1f} s{why}", **facts)
+        self._tell("compile", f"{line} in {facts['compile_s']:.1f} s{late}{why}", **facts)
 
     def checkpoint(self, step: int, path: Path, seconds: float) -> None:
         """Tell of a complete checkpoint."""
@@ -144,7 +153,7 @@ class Metrics:
     def finished(self, state: str, step: int, error: str | None = None) -> None:
         """Tell how the training ended: finished, stopped or failed."""
         line = f"{state} after step {step}"
-        self._tell("finished", line, state=state, step=step, error=error)
+        self._tell("finished", line, state=state, step=step, error=error, **self._marks)
 
     def note(self, text: str) -> None:
         """Write a line to the log alone."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from trainer import assembly, checkpoint
 from trainer.compile_gate import CompileEvent, CompileGate, end_process
 from trainer.contract.exit_record import TrainerExit
+from trainer.contract.process_record import process_age_s
 from trainer.evaluator import Evaluator, read_prompt_sets
 from trainer.export import export_draft
 from trainer.export.card import describe
@@ -38,8 +39,12 @@ class Session:
         settings = assembly.gate_settings(self._config, len(self._devices.drafters))
         self._stop = StopRequest()
         self._metrics = Metrics(
-            run_dir / "metrics.jsonl", self._manifest.run_id, self._devices.labels
+            run_dir / "metrics.jsonl",
+            self._manifest.run_id,
+            self._devices.labels,
+            experiments=self._config.compile.experiments,
         )
+        self._has_started = False
         self._state = RunState(run_dir, self._config.run, self._metrics, resume=resume)
         self._pipeline: Pipeline | None = None
         self._gate = CompileGate(
@@ -88,8 +93,8 @@ class Session:
         metrics.note(str(settled))
         for line in settled.warnings:
             metrics.warning(line)
-        if config.compile.gate == "off":
-            metrics.warning("compile.gate is off, an experiment: threads may crash or hang")
+        for name in config.compile.experiments:
+            metrics.warning(f"{name} is an experiment: the run may crash, hang or be slow")
         if self._stop.soft.is_set():
             metrics.warning("stopped before the first step; there is nothing to save")
             return "stopped", TrainerExit.STOPPED
@@ -214,6 +219,15 @@ class Session:
             ),
             flow,
         )
+        if not self._has_started:
+            self._has_started = True
+            stats = self._gate.stats
+            self._metrics.started(
+                done.num_done,
+                start_s=round(process_age_s(), 2),
+                num_compiles=stats.num_graphs,
+                compile_s=round(stats.exclusive_s, 2),
+            )
 
     def _compiled(self, event: CompileEvent) -> None:
         self._metrics.compile(

@@ -86,6 +86,11 @@ def recent_reasons(num_graphs: int) -> list[str]:
     return [str(m.recompile_reason) for m in metrics if getattr(m, "recompile_reason", None)]
 
 
+def keeps_traces() -> bool:
+    """Say whether torch keeps what it traced on disk; it fails in 2.13 and was not tried before."""
+    return tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 14)
+
+
 def save_artifacts() -> bytes | None:
     """Return what this process compiled or loaded, for hosts of the same kind; None is nothing."""
     saved = torch.compiler.save_cache_artifacts()

@@ -35,7 +35,7 @@ def test_numbers_that_are_not_finite_become_null_and_are_counted() -> None:
 
 def test_unknown_kind_is_never_written(tmp_path: Path) -> None:
     writer = EventWriter(tmp_path / "m.jsonl", "run-1")
-    with pytest.raises(EventError, match="unknown event kind 'stap'; known: phase, step"):
+    with pytest.raises(EventError, match="unknown event kind 'stap'; known: phase, started"):
         writer.write("stap")
     assert (tmp_path / "m.jsonl").read_bytes() == b""
 

@@ -1,7 +1,7 @@
 """metrics.jsonl: one event a line, ``v seq t_unix_s run_id kind`` and the kind's own keys.
 
-Kinds: phase, step, eval, checkpoint, compile, warning, finished. Units stand in key names; NaN and
-infinities never appear: a non-finite number becomes null and is counted in ``num_non_finite``.
+Kinds: phase, started, step, eval, checkpoint, compile, warning, finished. Units stand in key names;
+NaN and infinities never appear: a non-finite number is null and counted in ``num_non_finite``.
 One writer; readers skip unknown kinds and keys, refuse a newer major version and keep an
 unfinished last line for later.
 """
@@ -18,7 +18,7 @@ from typing import Any
 from trainer.contract.errors import EventError
 
 VERSION = 1
-KINDS = ("phase", "step", "eval", "checkpoint", "compile", "warning", "finished")
+KINDS = ("phase", "started", "step", "eval", "checkpoint", "compile", "warning", "finished")
 STEP_KEYS = (
     "step",
     "num_steps",

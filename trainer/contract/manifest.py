@@ -29,6 +29,7 @@ class Manifest:
     (then ``dflashctl_version`` names it). ``check``: passed, or skipped by --skip-check; none when
     the launching program was older than the check. ``warmup``: fresh, stale (made for something
     else) or none. ``driver``: version of the NVIDIA kernel module, None where there is none.
+    ``experiments``: settings of ``config`` under which the run proves nothing of others.
     """
 
     run_id: str
@@ -54,6 +55,7 @@ class Manifest:
     check: str = "none"
     warmup: str = "none"
     driver: str | None = None
+    experiments: tuple[str, ...] = ()
     v: int = VERSION
 
     @property
@@ -99,6 +101,7 @@ class Manifest:
         except (KeyError, TypeError) as error:
             raise ManifestError(f"manifest.json: a GPU lacks {error}") from error
         known["argv"] = tuple(known["argv"])
+        known["experiments"] = tuple(known.get("experiments", ()))
         return cls(**known)
 
 
@@ -109,7 +112,7 @@ _KINDS: dict[str, type] = {
         ("log_path", "cache_dir", "target_revision", "dataset_sha256", "check", "warmup"), str
     ),
     **dict.fromkeys(("packages", "config"), dict),
-    **dict.fromkeys(("gpus", "argv"), list),
+    **dict.fromkeys(("gpus", "argv", "experiments"), list),
     "seed": int,
 }
 

@@ -4,6 +4,8 @@ A pid alone proves nothing after a reboot or a wrap-around; with start ticks and
 """
 
 import json
+import os
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -62,6 +64,12 @@ def boot_id() -> str:
 def start_ticks(pid: int) -> int:
     """Return when ``pid`` started, in clock ticks since boot. Raises: OSError when it is gone."""
     return int(_stat_fields(pid)[_START_TICKS_FIELD])
+
+
+def process_age_s() -> float:
+    """Return how long ago this process began, its interpreter and imports included."""
+    began_s = start_ticks(os.getpid()) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - began_s
 
 
 def _lives(pid: int, ticks: int) -> bool:

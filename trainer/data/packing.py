@@ -164,6 +164,16 @@ class BatchPlan:
             self._ends.append((self._ends[-1] if self._ends else 0) + added)
         return self._ends[epoch] if epoch >= 0 else 0
 
+    def shapes(self) -> list[tuple[int, int]] | None:
+        """Return (rows, row length) of all batches of all epochs; None where nobody has said."""
+        config = self._config
+        if config.packing:
+            return [(1, config.token_budget)]
+        if config.row_lengths is None:
+            return None
+        widths = {row_length(length, config) for length in np.unique(self._lengths).tolist()}
+        return [(rows_of(width, config), width) for width in sorted(widths)]
+
     def _layout(self, epoch: int) -> _Layout:
         if epoch not in self._epochs:
             rng = np.random.default_rng((self._seed, epoch))
@@ -186,8 +196,7 @@ class BatchPlan:
         starts = [0]
         while starts[-1] < len(members):
             start = starts[-1]
-            longest = row_length(int(lengths[start]), config.token_budget)
-            room = min(config.max_batch_size, config.token_budget // longest)
+            room = rows_of(row_length(int(lengths[start]), config), config)
             end_of_window = (start // window + 1) * window
             starts.append(min(start + room, end_of_window, len(members)))
         return members, np.array(starts, np.int64)
@@ -240,11 +249,36 @@ class BatchMaker:
     def make(self, index: int) -> Batch:
         """Return batch ``index``, on the CPU."""
         epoch, rows = self._plan.batch(index)
-        data = self._config.data
         documents = self._documents(rows)
-        longest = max(d.start + d.length for d in documents)
-        width = data.token_budget if data.packing else row_length(longest, data.token_budget)
-        shape = (len(rows), width)
+        return self._laid_out(index, epoch, documents, self._shape(documents, len(rows)))
+
+    def examples(self) -> list[Batch]:
+        """Return one batch of each shape that a run takes, with few samples in it.
+
+        Without declared row lengths there is no end of shapes: then the first batch stands for all.
+        """
+        shapes = self._plan.shapes()
+        if shapes is None:
+            return [self.make(0)]
+        lengths = np.asarray(self._lengths)
+        found = []
+        for shape in shapes:
+            fitting = np.flatnonzero(lengths <= shape[1])
+            sample = int(fitting[lengths[fitting].argmax()])
+            found.append(self._laid_out(0, 0, self._documents([[sample]]), shape))
+        return found
+
+    def _shape(self, documents: tuple[Document, ...], num_rows: int) -> tuple[int, int]:
+        data = self._config.data
+        if data.packing:
+            return num_rows, data.token_budget
+        width = row_length(max(document.length for document in documents), data)
+        return (num_rows if data.row_lengths is None else rows_of(width, data)), width
+
+    def _laid_out(
+        self, index: int, epoch: int, documents: tuple[Document, ...], shape: tuple[int, int]
+    ) -> Batch:
+        data = self._config.data
         ids, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         mask, owner = np.zeros(shape, np.bool_), np.full(shape, -1, np.int32)
         for number, document in enumerate(documents):
@@ -279,9 +313,16 @@ class BatchMaker:
         return tuple(documents)
 
 
-def row_length(longest: int, token_budget: int) -> int:
+def row_length(longest: int, config: DataConfig) -> int:
     """Return the padded length of rows whose longest sample has ``longest`` tokens."""
-    return min(-(-longest // ROW_MULTIPLE) * ROW_MULTIPLE, token_budget)
+    if config.row_lengths is not None:
+        return next(length for length in config.row_lengths if length >= longest)
+    return min(-(-longest // ROW_MULTIPLE) * ROW_MULTIPLE, config.token_budget)
+
+
+def rows_of(width: int, config: DataConfig) -> int:
+    """Return how many rows of this length a batch may have."""
+    return min(config.max_batch_size, config.token_budget // width)
 
 
 def place_features(per_document: Sequence[Tensor], batch: Batch) -> Tensor:

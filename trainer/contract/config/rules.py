@@ -62,6 +62,7 @@ def _input_rules(target: TargetConfig, data: DataConfig) -> list[_Rule]:
         _at_least("data.max_length", data.max_length, 2),
         _at_least("data.max_batch_size", data.max_batch_size, 1),
         _at_least("data.max_anchors", data.max_anchors, 1),
+        _row_lengths(data),
         (
             data.token_budget >= data.max_length,
             "data.token_budget",
@@ -69,6 +70,22 @@ def _input_rules(target: TargetConfig, data: DataConfig) -> list[_Rule]:
             f"at least data.max_length ({data.max_length})",
         ),
     ]
+
+
+def _row_lengths(data: DataConfig) -> _Rule:
+    lengths = data.row_lengths
+    good = lengths is None or (
+        list(lengths) == sorted(set(lengths))
+        and len(lengths) > 0
+        and lengths[0] > 0
+        and data.max_length <= lengths[-1] <= data.token_budget
+        and not data.packing
+    )
+    expected = (
+        "with data.packing off, ascending lengths of which the last one holds data.max_length"
+        f" ({data.max_length}) and fits data.token_budget ({data.token_budget})"
+    )
+    return good, "data.row_lengths", lengths, expected
 
 
 def _draft_rules(draft: DraftModelConfig, loss: LossConfig) -> list[_Rule]:

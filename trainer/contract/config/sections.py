@@ -42,7 +42,9 @@ class DataConfig:
     max_length. max_length: tokens a sample keeps. token_budget: tokens
     of one micro-batch, padding included. max_batch_size: samples of one micro-batch. packing: True
     lays samples one after another in a single row of token_budget tokens, False gives each its own
-    right-padded row. max_anchors: anchors of a row.
+    right-padded row. max_anchors: anchors of a row. row_lengths: without packing, the padded
+    lengths that rows may have, ascending; a batch then has as many rows as token_budget allows, and
+    these few shapes are all that a compiled run warms up and takes. None pads to the longest row.
     """
 
     path: str = ""
@@ -51,6 +53,7 @@ class DataConfig:
     max_batch_size: int = 64
     packing: bool = True
     max_anchors: int = 1024
+    row_lengths: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -143,8 +146,13 @@ class CompileConfig:
 
     mode: auto (on for CUDA, off for CPU), on or off. attention: of the draft where mode is on;
     spans (Triton kernels of our own), flex (flex_attention), or auto: spans on CUDA. gate: on, or
-    off as an experiment that the manifest and the events mark. watchdog_s: seconds after which a compile or a worker without
-    progress is reported with every thread's stack; limit_s: seconds after which the run ends.
+    off as an experiment that the manifest and the events mark. watchdog_s: seconds after which a
+    compile or a worker without progress is reported with every thread's stack; limit_s: seconds
+    after which the run ends.
+
+    allow_fallback: what runs uncompiled is a warning and does not end the run.
+    force_during_fx_trace, error_on_nested_fx_trace: torch's settings of these names, experiments as
+    well. caching_precompile: keep traces and guards on disk too (torch 2.14 and later).
     """
 
     mode: str = "auto"
@@ -152,6 +160,21 @@ class CompileConfig:
     gate: str = "on"
     watchdog_s: float = 120.0
     limit_s: float = 1800.0
+    allow_fallback: bool = False
+    force_during_fx_trace: bool = False
+    error_on_nested_fx_trace: bool = True
+    caching_precompile: bool = False
+
+    @property
+    def experiments(self) -> tuple[str, ...]:
+        """Settings under which a run proves nothing of others, as ``compile.gate=off``."""
+        found = {
+            "compile.gate=off": self.gate == "off",
+            "compile.allow_fallback=true": self.allow_fallback,
+            "compile.force_during_fx_trace=true": self.force_during_fx_trace,
+            "compile.error_on_nested_fx_trace=false": not self.error_on_nested_fx_trace,
+        }
+        return tuple(name for name, chosen in found.items() if chosen)
 
 
 @dataclass(frozen=True)

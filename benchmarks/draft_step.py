@@ -25,6 +25,7 @@ from torch import Tensor
 from trainer.compile_gate import CompileGate, GateSettings
 from trainer.contract.config import LOSSES, VARIANTS, OptimConfig, TrainConfig
 from trainer.data.packing import Batch, Document
+from trainer.loss import draft_loss
 from trainer.model.attention import Attention, FlexAttention, SdpaAttention, SpanAttention
 from trainer.model.draft import DraftModel
 from trainer.model.draft_config import DraftConfig
@@ -122,9 +123,9 @@ def train_config(case: Case, device: str) -> TrainConfig:
     )
 
 
-def make_batch(case: Case, device: str) -> Batch:
+def make_batch(case: Case, device: str, seed: int = 0) -> Batch:
     """Return a batch of random tokens, all trained, with evenly spread anchors."""
-    draw = torch.Generator().manual_seed(0)
+    draw = torch.Generator().manual_seed(seed)
     rows, length, each = case.rows, case.length, case.length // case.documents
     ids = torch.randint(case.shapes.mask_token_id, (rows, length), generator=draw)
     places = torch.arange(length)[None].expand(rows, -1)
@@ -202,7 +203,7 @@ def run_case(name: str, options: argparse.Namespace) -> dict[str, Any]:
             attention = {"flex": FlexAttention, "spans": SpanAttention}[options.attention](gate)
         draft = DraftModel(draft_config(case), device=device, attention=attention)
         draft.train()
-        head = _random_head(case.shapes, device, draft.fc.weight.dtype)
+        head = random_head(case.shapes, device, draft.fc.weight.dtype)
         optimizer = DraftOptimizer(
             draft, OptimConfig(lr=1e-5), Schedule.from_config(OptimConfig(), 1000)
         )
@@ -222,6 +223,7 @@ def run_case(name: str, options: argparse.Namespace) -> dict[str, Any]:
             optimizer.settle(len(losses), told)
             losses.append(told[0] / told[1])
 
+        reference = plain_loss(case, draft, head, prepared, config) if options.reference else None
         times = timed(step, options.warmup, options.steps, device)
         graphs = gate.stats.num_graphs
         kinds = kernel_ms(step) if options.profile and device != "cpu" else {}
@@ -238,10 +240,23 @@ def run_case(name: str, options: argparse.Namespace) -> dict[str, Any]:
         "tokens_per_s": round(case.rows * case.length / median * 1e3),
         "peak_memory_bytes": torch.cuda.max_memory_allocated() if device != "cpu" else None,
         "first_loss": round(losses[0], 4),
+        **({} if reference is None else {"fp32_loss": round(reference, 4)}),
         "num_graphs": graphs,
         "num_unexpected_compiles": gate.stats.num_unexpected,
         **({"kernel_ms": kinds} if kinds else {}),
     }
+
+
+@torch.no_grad()
+def plain_loss(
+    case: Case, draft: DraftModel, head: FrozenHead, prepared: Prepared, config: TrainConfig
+) -> float:
+    """Return the loss of the same weights in eager fp32 with a dense mask, nothing fused."""
+    device = draft.fc.weight.device
+    wide = DraftModel(replace(draft_config(case), dtype="float32"), device=device)
+    wide.load_state_dict({name: value.float() for name, value in draft.state_dict().items()})
+    hidden = prepared.target_hidden.float()
+    return draft_loss(wide, head.to(device, torch.float32), prepared.batch, hidden, config).loss
 
 
 def kernel_ms(step: Any) -> dict[str, float]:
@@ -260,7 +275,9 @@ def kernel_ms(step: Any) -> dict[str, float]:
     return {"all": round(sum(totals.values()), 1)} | {k: round(v, 1) for k, v in longest}
 
 
-def _random_head(shapes: Shapes, device: str, dtype: torch.dtype) -> FrozenHead:
+def random_head(shapes: Shapes, device: str, dtype: torch.dtype) -> FrozenHead:
+    """Return embedding and head, both random."""
+
     def weight() -> Tensor:
         return torch.randn(shapes.vocab, shapes.hidden, device=device, dtype=dtype) * 0.02
 
@@ -280,6 +297,9 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--profile", action="store_true", help="add the time of each kernel")
+    parser.add_argument(
+        "--reference", action="store_true", help="add the first loss in eager fp32 (dense masks)"
+    )
     parser.add_argument("--output", type=Path, help="also append the lines to this file")
     options = parser.parse_args()
     card = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"

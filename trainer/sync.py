@@ -13,13 +13,12 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
 from trainer.errors import ChannelClosedError
-from trainer.optim import DraftOptimizer
 
 BUCKET_NUMBERS = 64 << 20  # 128 MiB of bf16: about 25 buckets of a 1.7 B draft
 
@@ -67,6 +66,26 @@ class StepSums:
         return {k: above / below if below else 0.0 for k, (above, below) in self.figures.items()}
 
 
+class Gradients(Protocol):
+    """What is exchanged of a replica: the gradients of ``params``, one flat tensor [P].
+
+    starts: where each parameter begins in it. The optimiser has them.
+    """
+
+    flat_grad: Tensor
+    starts: list[int]
+
+    @property
+    def params(self) -> Sequence[Tensor]:
+        """The parameters, which backward gives their gradients."""
+
+    def take_in(self, places: Sequence[int]) -> None:
+        """Add the gradients of some parameters to the flat sum, on the current stream."""
+
+    def grad_norm(self) -> Tensor:
+        """Return the 2-norm of the flat sum."""
+
+
 class Exchanged(NamedTuple):
     """Of all replicas: the sums, and in rank order [replicas, K] what is still on the device.
 
@@ -112,8 +131,8 @@ class _Told(NamedTuple):
 class _Member:
     """One replica: its gradient and the streams on which it travels."""
 
-    def __init__(self, optimizer: DraftOptimizer, num_replicas: int) -> None:
-        self.optimizer, self.flat = optimizer, optimizer.flat_grad
+    def __init__(self, gradients: Gradients, num_replicas: int) -> None:
+        self.gradients, self.flat = gradients, gradients.flat_grad
         self.device = self.flat.device
         on_gpu: Any = torch.cuda.Stream if self.flat.is_cuda else _no_stream
         self.stream: torch.cuda.Stream | None = on_gpu(self.device)
@@ -147,19 +166,19 @@ class GradientSync:
         self._told: tuple[dict[int, _Told], dict[int, _Told]] = ({}, {})
 
     @contextmanager
-    def joined(self, rank: int, optimizer: DraftOptimizer) -> Iterator[None]:
+    def joined(self, rank: int, gradients: Gradients) -> Iterator[None]:
         """Take part with a replica's gradient, which is looked at as backward makes it."""
-        member = _Member(optimizer, self._num_replicas)
+        member = _Member(gradients, self._num_replicas)
         with self._lock:
             self._members[rank] = member
             if not self._buckets:
                 length = member.flat.numel()
-                self._buckets = buckets_of(optimizer.starts, length, self._bucket_numbers)
+                self._buckets = buckets_of(gradients.starts, length, self._bucket_numbers)
                 self._arrived = [0] * len(self._buckets)
         with ExitStack() as hooks:
             if self._num_replicas > 1:
                 of_place = {p: number for number, b in enumerate(self._buckets) for p in b.places}
-                for place, param in enumerate(optimizer.params):
+                for place, param in enumerate(gradients.params):
 
                     def came(_param: Tensor, place: int = place) -> None:
                         self._came(rank, place, of_place[place])
@@ -188,7 +207,7 @@ class GradientSync:
     def exchange(self, rank: int, sums: StepSums, figures: Tensor) -> Exchanged:
         """Wait until the gradients of all replicas are on their way to be added.
 
-        What is queued on this thread's stream after that reads their sum in the optimiser's
+        What is queued on this thread's stream after that reads their sum in the gradients'
         ``flat_grad``. Shapes: figures [K - 1] that are still on the device, as many in every
         replica. Raises: ChannelClosedError when another thread failed or the run is being stopped.
         """
@@ -223,7 +242,7 @@ class GradientSync:
 
     def _tell(self, member: _Member, sums: StepSums, figures: Tensor) -> _Told:
         if self._num_replicas == 1:
-            norm = member.optimizer.grad_norm().to(figures.dtype)
+            norm = member.gradients.grad_norm().to(figures.dtype)
             return _Told(sums, torch.cat((figures, norm[None])), None)
         with _behind(member.stream):
             norm = torch.linalg.vector_norm(torch.stack(member.norms)).to(figures.dtype)
@@ -242,7 +261,7 @@ class GradientSync:
         member, bucket = self._members[rank], self._buckets[number]
         with _behind(member.stream), torch.no_grad():
             if not member.missing[number]:  # else ``accumulate`` did it
-                member.optimizer.take_in(bucket.places)
+                member.gradients.take_in(bucket.places)
             member.norms.append(torch.linalg.vector_norm(member.flat[bucket.start : bucket.stop]))
             member.ready[number] = _mark(member.stream)
         with self._lock:

@@ -142,8 +142,8 @@ class Bench:
         finding = assembly.settle_targets(self.targets, self.config, self.gate)
         sys.stderr.write(f"{finding}\n")
         self.replicas = self._replicas()
-        batch = self.maker.make(0)
-        assembly.warm_parts(self.gate, self.config, batch, self.targets.values(), self.replicas)
+        batches = self.maker.examples()
+        assembly.warm_parts(self.gate, self.config, batches, self.targets.values(), self.replicas)
 
     def _config(self) -> TrainConfig:
         options, shapes = self.options, self.shapes
@@ -199,8 +199,8 @@ class Bench:
             assembly.build_replica(self.config, target, place, attention, schedule, None)
             for place in enumerate(self.drafter_devices)
         ]
-        if len(replicas) == 1:
-            replicas[0].optimizer.take_gradients_directly()
+        for replica in replicas:
+            replica.optimizer.arrange_gradients(len(replicas), num_micro_batches=1)
         return replicas
 
     def pipeline(self, on_step: Callable[[StepDone, Pulse], None], stop: StopRequest) -> Pipeline:

@@ -142,8 +142,8 @@ class Session:
             assembly.build_replica(config, target, place, attention, schedule, scale)
             for place in enumerate(self._devices.drafters)
         ]
-        if steps.batches_per_step == 1:
-            replicas[0].optimizer.take_gradients_directly()
+        for replica in replicas:
+            replica.optimizer.arrange_gradients(steps.num_drafters, steps.accumulation)
         if state is not None:
             for replica in replicas:
                 replica.optimizer.load(state.masters, state.optimizer, state.average)

@@ -24,7 +24,8 @@ def chunk_gated_delta_rule(
     use_qk_l2norm_in_kernel=False, cu_seqlens=None,
 ):
     q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
-    q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    if use_qk_l2norm_in_kernel:
+        q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
     q = q * q.shape[-1] ** -0.5
     begins = set() if cu_seqlens is None or not OBEYS[0] else set(cu_seqlens.tolist())
     empty = torch.zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3])
@@ -66,7 +67,10 @@ import causal_conv1d, fla.ops.gated_delta_rule as delta
 import torch
 torch.set_num_threads(1)
 from tests.trainer import tiny_targets
+from trainer.compile_gate import CompileGate, GateSettings
+from trainer.contract.config import TargetConfig
 from trainer.errors import TargetError
+from trainer.model.settling import settle
 from trainer.model.batching import check_batching, settle_batching
 from trainer.model.target import Target
 
@@ -78,6 +82,13 @@ pairs = zip(target.document_features(documents), documents)
 told["apart"] = max(
     float((found - target.document_features([one], "rows")[0]).abs().max()) for found, one in pairs
 )
+gate = CompileGate(GateSettings(backend="eager"))
+config = TargetConfig(path="none", dtype="float32")
+settled = settle(target, config, gate, forward_tokens=128, compiles=True)
+told["compiled"] = settled.to_dict()["compiled"]
+delta.OBEYS[0] = False
+told["compiled leak"] = settle(target, config, gate, forward_tokens=128, compiles=True).warnings
+delta.OBEYS[0] = True
 for what, kernel in (("state", delta), ("convolution", causal_conv1d)):
     kernel.OBEYS[0] = False
     told[what] = check_batching(target, "packed").to_dict()
@@ -133,3 +144,14 @@ def test_packed_hybrid_is_refused_where_one_kernel_runs_on(told: dict[str, Any],
     assert told[what]["max_leak"] > 100 * told[what]["tolerance"]
     assert "set target.batching to rows" in told[what]["refused"]
     assert "flash-linear-attention 9.1" in told[what]["refused"]
+
+
+def test_compiled_layers_hand_the_boundaries_to_the_delta_rule(told: dict[str, Any]):
+    assert told["compiled"]["sizes"] == [128]
+    assert max(told["compiled"]["differences"]) < 1e-5
+    assert told["compiled"]["num_graphs"] == 4
+
+
+def test_compiled_layers_are_not_taken_when_the_delta_rule_runs_on(told: dict[str, Any]):
+    (warning,) = told["compiled leak"]
+    assert "the self-test failed" in warning

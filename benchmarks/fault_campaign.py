@@ -36,6 +36,7 @@ from benchmarks.fault_site import (
     FaultSite,
     open_site,
 )
+from benchmarks.warm_start import Command
 from dflashctl.errors import LabError
 from trainer.contract.completion import digest_file
 
@@ -134,7 +135,7 @@ class Trial:
         if case.fault in EARLY:
             self.site.lab.fault(HOST, case.fault, case.value)
 
-    def _disturb(self, process: subprocess.Popen[str]) -> None:
+    def _disturb(self, process: Command) -> None:
         case, lab = self.case, self.site.lab
         if case.fault in EARLY:
             return
@@ -371,6 +372,7 @@ def work(cases: Sequence[Case], results: Any, end_s: float) -> None:
                         break
                     results.put(try_case(site, case, Path(name)))
             finally:
+                site.close()
                 site.lab.down()
     finally:
         results.put(None)
@@ -438,7 +440,7 @@ def main() -> int:
     parser.add_argument("--case", type=int, nargs="+", help="these cases of the seed alone")
     parser.add_argument("--only", choices=STEPS)
     parser.add_argument("--minutes", type=float, default=60.0, help="begin no case after this")
-    parser.add_argument("--workers", type=int, default=2, help="labs at once")
+    parser.add_argument("--workers", type=int, default=4, help="labs at once")
     args = parser.parse_args()
     numbers = args.case or range(args.num)
     cases = [Case.draw(args.seed, number, args.only) for number in numbers]

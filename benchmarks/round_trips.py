@@ -49,11 +49,12 @@ def timed(action: Callable[[], object]) -> float:
     return time.monotonic() - began_s
 
 
-def must(site: FaultSite, *arguments: str) -> None:
-    """Run dflashctl without a choice of place. Raises: RuntimeError."""
+def must(site: FaultSite, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run dflashctl as from a shell. Raises: RuntimeError."""
     done = site.project.run(*arguments)
     if done.returncode:
         raise RuntimeError(f"{' '.join(arguments)}: exit {done.returncode}: {done.stderr}")
+    return done
 
 
 def measure_gpus(site: FaultSite, repeats: int) -> None:
@@ -77,7 +78,7 @@ def walk(site: FaultSite, tag: str) -> list[tuple[str, float, int]]:
     taken = []
     for name, arguments in verbs.items():
         before, began_s = len(site.lab.pct_calls(HOST)), time.monotonic()
-        done = site.must(*arguments)
+        done = must(site, "-l", PLACE, *arguments)
         taken.append((name, time.monotonic() - began_s, len(site.lab.pct_calls(HOST)) - before))
     if "\n  log says " not in done.stdout:
         raise RuntimeError(f"no line of the log: {done.stdout}")
@@ -93,7 +94,7 @@ def measure_flow(site: FaultSite, repeats: int) -> None:
         totals.append(sum(seconds for _, seconds, _ in taken))
         steps = ", ".join(f"{name} {seconds:.2f} s ({calls})" for name, seconds, calls in taken)
         print(f"flow: {totals[-1]:.2f} s: {steps}", flush=True)
-        site.must("stop", f"flow{number}")
+        must(site, "-l", PLACE, "stop", f"flow{number}")
     print(f"flow: median {median(totals):.2f} s")
 
 
@@ -151,6 +152,7 @@ def main() -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="trips-") as name:
             site = FaultSite(lab, Path(name))
+            site.close()  # here the start of an interpreter counts
             hosts = site.project.root / "hosts.yaml"
             backend = f"    backend: {args.backend}\n    address:"
             hosts.write_text(hosts.read_text().replace("    address:", backend))

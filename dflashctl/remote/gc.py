@@ -29,6 +29,7 @@ RECENT_S = 600.0  # a launch makes its check, then starts: until then only the c
 STAGED = ("warmup", "check", "doctor")
 OWN = {"releases", "runs", "cache", "envs", *STAGED}  # what has rules of its own, or none
 TRASH = re.compile(r"\.trash-\d+-(.+)\Z", re.DOTALL)
+CACHE = re.compile(r"([0-9a-f]{12})-torch")  # as a manifest's cache_dir is named
 STEP = re.compile(r"step_(\d{8,})\Z")
 UPLOAD = re.compile(r"\..+\.partial-(\d+)\Z")
 COMPLETE_VERSION = 1
@@ -128,6 +129,7 @@ class Plan:
         self._scratch()
         self._runs()
         self._releases()
+        self._caches()
         self._uploads()
         return self
 
@@ -179,7 +181,7 @@ class Plan:
             return False
 
     def _trash(self) -> None:
-        places = [self.root / name for name in ("releases", "runs", *STAGED)]
+        places = [self.root / name for name in ("releases", "runs", "cache", *STAGED)]
         for run in children(self.root / "runs"):
             places += [run, run / "checkpoints"]
         for place in places:
@@ -234,6 +236,30 @@ class Plan:
                 pid, ticks = [*words[1:3], "", ""][:2]
                 if not (pid.isdigit() and str(start_ticks(int(pid))) == ticks):
                     self._add(path, "staging", "left by a deploy that was interrupted")
+
+    def _caches(self) -> None:
+        """Plan the compile caches of releases that are gone, or that go now."""
+        kept = {name.rpartition("/")[2] for name in self.kept if name.startswith("releases/")}
+        kept |= {*self._named, self.arguments["release"]}
+        for path in children(self.root / "cache"):
+            found = CACHE.match(path.name)
+            if found is None or not path.is_dir():
+                continue
+            locks = [path / f"{command}.lock" for command in STAGED]
+            used = next((release for release in kept if release.startswith(found[1])), "")
+            if used or "" in self._named:
+                why = f"release {found[1]} stays"
+            elif any(self._locked(lock) for lock in locks):
+                why = "a warm-up or check is at work with it"
+            elif self.now - measure(path)[2] < RECENT_S:
+                why = "it was written just now"
+            else:
+                why = self._user(path)
+            if why:
+                self._keep(path, why)
+            else:
+                text = f"compiled for release {found[1]}, which no run names"
+                self._add(path, "cache", text, locks[0])
 
     def _runs(self) -> None:
         for path in children(self.root / "runs"):

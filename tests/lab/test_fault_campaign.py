@@ -16,6 +16,7 @@ SEED = 10
 def fault_site(lab_site: Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultSite]:
     site = FaultSite(lab_site, tmp_path_factory.mktemp("campaign"))
     yield site
+    site.close()
     site.shell(f"rm -rf {WORKSPACE}")
 
 

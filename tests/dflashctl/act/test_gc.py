@@ -388,3 +388,30 @@ def test_a_run_goes_on_and_resumes_after_a_newer_deploy_and_a_gc(
     assert project.run("launch", "--resume", "x").returncode == 0
     assert f"training from step {int(newest[5:])}" in project.run("logs", "x").stdout
     assert project.run("stop", "x").returncode == 0
+
+
+def test_a_compile_cache_goes_with_its_release_and_not_before(site: Handmade) -> None:
+    gone, going, used = "e" * 12, "f" * 12 + "0" * 52, "9" * 12 + "1" * 52
+    site.release(going, 6 * DAY_S)
+    site.release(used, 6 * DAY_S)
+    site.run("y", used)
+    for digest in (gone, going, used, "7" * 12):
+        site.write(f"cache/{digest[:12]}-torch2.11.0-cpu/inductor/kernel.so", b"12345")
+    site.write("cache/of-another-kind/kernel.so")
+    busy = site.root / f"cache/{'7' * 12}-torch2.11.0-cpu/check.lock"
+    with locked(busy):
+        os.utime(busy, (1.0, 1.0))
+        os.utime(busy.parent, (1.0, 1.0))
+        planned = site.plan()
+        assert {path for path, item in planned.items() if item["kind"] == "cache"} == {
+            f"cache/{gone}-torch2.11.0-cpu",
+            f"cache/{'f' * 12}-torch2.11.0-cpu",
+        }
+        kept = {one["path"]: one["why"] for one in site.ask("plan", None)["kept"]}
+    assert kept[f"cache/{'9' * 12}-torch2.11.0-cpu"] == f"release {'9' * 12} stays"
+    assert "at work" in kept[f"cache/{'7' * 12}-torch2.11.0-cpu"]
+    site.run("late", going)  # launched since the plan: neither its release nor its cache goes
+    answer = site.remove(planned)
+    assert paths_left(answer)[f"cache/{'f' * 12}-torch2.11.0-cpu"] == f"release {'f' * 12} stays"
+    left = names(site.root / "cache")
+    assert left == [f"{d * 12}-torch2.11.0-cpu" for d in "79f"] + ["of-another-kind"]

@@ -82,7 +82,8 @@ class PlainWatch:
         if isinstance(item, RunEvent):
             self._take_event(item.event, mono_s)
         elif isinstance(item, Notice):
-            self._warn(f"{item.text}\n")
+            if item.kind != "strayed":  # which is an alert
+                self._warn(f"{item.text}\n")
         elif isinstance(item, Ended):
             self._flush()
         elif isinstance(item, Heartbeat):

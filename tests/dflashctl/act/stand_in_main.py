@@ -2,8 +2,8 @@
 
 It takes the place of trainer/__main__.py in a copy of the package; contract and runner are the
 real ones. Every step takes 20 ms; SIGINT and SIGTERM write a checkpoint and exit 10. Seed 12 has a
-worker process that ignores every signal but SIGKILL, seed 13 ignores what asks it to stop. What
-stands in the workspace's file "words" is said first.
+worker process that ignores every signal but SIGKILL, seed 13 ignores what asks it to stop, seed 14
+takes GPU 2 whatever it was given. What stands in the workspace's file "words" is said first.
 """
 
 import argparse
@@ -39,6 +39,10 @@ def train(run_dir: Path, *, resume: bool) -> int:
     manifest = Manifest.from_json((run_dir / "manifest.json").read_text())
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda n, _frame: stop_asked.append(n))
+    if manifest.seed == 14 and os.environ["CUDA_VISIBLE_DEVICES"] != "2":
+        os.environ["CUDA_VISIBLE_DEVICES"] = "2"
+        again = [sys.executable, "-u", "-m", "trainer", *sys.argv[1:]]
+        os.execv(sys.executable, again)  # noqa: S606 - what nvidia-smi sees is the first environment
     config, step = manifest.config, 0
     if resume:
         path, _skipped = latest_complete(run_dir / "checkpoints")

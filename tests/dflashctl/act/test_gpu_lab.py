@@ -187,6 +187,27 @@ def test_memory_that_no_process_holds_is_orphaned_and_refuses_the_launch(  # F32
     assert laptop.run("-l", "kpro7", "locks", "list").stdout == "no GPU is locked\n"
 
 
+def test_a_run_that_lands_on_another_card_is_told_by_launch_and_by_watch(  # F40
+    laptop: Project, lab_site: Lab
+) -> None:
+    set_gpus(lab_site, {}, {}, {})  # of three cards two are the container's
+    launched = laptop.run(*ON, "launch", "--tag", "astray", "--set", "seed=14")
+    process = r"run astray \(CT 200 pid \d+, \d+ inside\)"
+    told = rf"astray holds GPU 2 \(GPU-5eed0002-\S+\): {process}, and its own are GPU 0, 1\n"
+    assert re.search(rf"error\[gpu-strayed\]: kpro7/200: {told}", launched.stderr), launched.stderr
+    assert (launched.returncode, "dflashctl stop astray" in launched.stderr) == (7, True)
+    with laptop.popen("--json", "watch", "astray") as watching:
+        assert watching.stdout is not None
+        lines = map(json.loads, watching.stdout)
+        notice = next(line for line in lines if line.get("kind") == "strayed")
+        assert "astray holds GPU 2 (" in notice["text"]
+        assert laptop.run("stop", "astray").returncode == 0
+        assert [line["type"] for line in lines][-1] == "ended"
+    well = laptop.document(*ON, "launch", "--tag", "well")
+    assert well["landed"] == [gpu["uuid"] for gpu in well["manifest"]["gpus"]]
+    assert laptop.run("stop", "well").returncode == 0
+
+
 def test_other_cards_than_hosts_yaml_says_exit_7(  # F44
     laptop: Project, lab_site: Lab, tmp_path: Path
 ) -> None:

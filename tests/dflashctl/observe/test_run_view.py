@@ -142,9 +142,38 @@ def test_phases_compiles_warnings_and_checkpoints_are_noted(view: RunView) -> No
     assert (list(view.warnings), view.checkpoint["step"]) == (["slow disk"], 100)
 
 
+@pytest.mark.parametrize(
+    ("late", "says"),
+    [
+        ({"sealed": True, "reasons": ["tensor x: 4, not 5"]}, "tensor x: 4, not 5"),
+        ({"expected": False, "reasons": []}, "a shape that the warm-up did not have"),
+        ({"fallback": True}, "ran uncompiled"),
+    ],
+)
+def test_a_compile_that_the_warm_up_should_have_made_is_an_alert_that_stays(
+    view: RunView, late: dict[str, object], says: str
+) -> None:
+    view.update(event("compile", compile_s=2.0, sealed=False, expected=True), 0.0)
+    assert view.alerts(0.0) == []
+    view.update(event("compile", compile_s=1.5, thread="drafter-0", key="k", **late), 0.0)
+    text = f"compiled once after the warm-up, last drafter-0 for k: {says}"
+    assert [(alert.kind, alert.text) for alert in view.alerts(0.0)] == [("compile", text)]
+
+
 def test_a_truncated_log_does_not_glue_its_old_half_line_to_the_new_one(view: RunView) -> None:
     view.update(LogBytes(b"half of an old li"), 0.0)
     view.update(Notice("truncated", "the log was truncated"), 0.0)
     view.update(LogBytes(b"new line\n"), 0.0)
     assert view.log_tail == ["new line"]
     assert list(view.notes) == ["the log was truncated"]
+
+
+def test_gpus_of_others_are_an_alert_that_stays_with_the_command_to_type(view: RunView) -> None:
+    view.update(LogBytes(b"half a "), 5.0)
+    view.update(Notice("strayed", "x holds GPU 2 (GPU-c), and its own are GPU 0"), 5.0)
+    view.update(LogBytes(b"line\n"), 5.0)
+    view.update(Heartbeat(1000.0, "alive"), 6.0)
+    (alert,) = view.alerts(6.0)
+    assert alert.kind == "strayed"
+    assert alert.text == f"x holds GPU 2 (GPU-c), and its own are GPU 0; dflashctl stop {view.tag}"
+    assert view.log_tail == ["half a line"]

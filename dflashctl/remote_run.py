@@ -140,10 +140,12 @@ def make_manifest(place: Place, pinned: Pinned, facts: dict[str, Any]) -> Manife
 
 
 def _cache_dir(container: Container, pinned: Pinned, facts: dict[str, Any]) -> str:
-    """Return the compile cache: one a release, torch version and kind of device."""
+    """Return the compile cache: one a release, torch version, driver and kind of device."""
     names = {gpu.name for gpu in pinned.gpus if gpu.name} or {"cpu"}
     kind = "cpu" if pinned.config.run.device == "cpu" else "+".join(sorted(names))
-    key = f"{pinned.code.digest[:12]}-torch{facts['packages']['torch']}-{kind}"
+    driver = facts.get("driver")
+    under = f"-driver{driver}" if driver and kind != "cpu" else ""
+    key = f"{pinned.code.digest[:12]}-torch{facts['packages']['torch']}{under}-{kind}"
     safe = re.sub(r"[^A-Za-z0-9.+-]+", "_", key)
     return str(Workspace.at(container.workspace).cache(safe))
 

@@ -26,7 +26,7 @@ MIN_BASELINE = 20
 class Alert:
     """Something that a person should look at.
 
-    kind: non-finite, strayed, gpus, link, stall or throughput.
+    kind: non-finite, strayed, compile, gpus, link, stall or throughput.
     """
 
     kind: str
@@ -55,6 +55,9 @@ class RunView:
     checkpoint: dict[str, Any] = field(default_factory=dict)
     num_compiles: int = 0
     compile_s: float = 0.0
+    num_late_compiles: int = 0  # after the warm-up, or outside the gate's exclusive side
+    late_compile: str = ""
+    experiments: list[str] = field(default_factory=list)
     num_events: int = 0
     num_non_finite: int = 0
     non_finite_step: int | None = None
@@ -112,7 +115,7 @@ class RunView:
         if self.ended is not None:
             return []
         now = (self._gpus(), self._link(), self._stall(mono_s), self._throughput())
-        found = [self._non_finite(), self._strayed(), *now]
+        found = [self._non_finite(), self._strayed(), self._late_compiles(), *now]
         return [alert for alert in found if alert is not None]
 
     def _take_event(self, event: dict[str, Any]) -> None:
@@ -124,8 +127,7 @@ class RunView:
         elif kind == "phase":
             self.phase = str(event.get("phase", ""))
         elif kind == "compile":
-            self.num_compiles += 1
-            self.compile_s += _number(event.get("compile_s")) or 0.0
+            self._take_compile(event)
         elif kind == "warning":
             self.warnings.append(str(event.get("text", "")))
         elif kind == "checkpoint":
@@ -133,8 +135,18 @@ class RunView:
         elif kind == "eval":
             self.evaluation = event
 
+    def _take_compile(self, event: dict[str, Any]) -> None:
+        self.num_compiles += 1
+        self.compile_s += _number(event.get("compile_s")) or 0.0
+        if event.get("sealed") or event.get("expected") is False or event.get("fallback"):
+            self.num_late_compiles += 1
+            reasons = event.get("reasons") or ["a shape that the warm-up did not have"]
+            what = "ran uncompiled" if event.get("fallback") else str(reasons[0])
+            self.late_compile = f"{event.get('thread')} for {event.get('key')}: {what}"
+
     def _take_step(self, event: dict[str, Any]) -> None:
         self.step = event
+        self.experiments = [str(name) for name in event.get("experiments") or []]
         loss = _number(event.get("loss"))
         if loss is None:
             self.num_non_finite += 1
@@ -168,6 +180,12 @@ class RunView:
         return (
             Alert("strayed", f"{self.strayed}; dflashctl stop {self.tag}") if self.strayed else None
         )
+
+    def _late_compiles(self) -> Alert | None:
+        if not self.num_late_compiles:
+            return None
+        times = "once" if self.num_late_compiles == 1 else f"{self.num_late_compiles} times"
+        return Alert("compile", f"compiled {times} after the warm-up, last {self.late_compile}")
 
     def _gpus(self) -> Alert | None:
         if not self.gpus_lost:

@@ -60,9 +60,9 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _warmup(args: argparse.Namespace) -> int:
-    from trainer.warmup import warm_up  # noqa: PLC0415
+    from trainer.warmup import WarmupOptions, warm_up  # noqa: PLC0415
 
-    warm_up(args.run_dir)
+    warm_up(args.run_dir, WarmupOptions(load=args.load_artifacts, save=args.save_artifacts))
     return int(TrainerExit.FINISHED)
 
 
@@ -188,7 +188,16 @@ def _parser() -> argparse.ArgumentParser:
 
     train = command("train", "train to the end of the plan")
     train.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
-    command("warmup", "fill the compile caches with the run's own shapes")
+    fill = command("warmup", "fill the compile caches with the run's own shapes")
+    fill.add_argument(
+        "--save-artifacts", type=Path, metavar="FILE", help="also write the caches into one file"
+    )
+    fill.add_argument(
+        "--load-artifacts",
+        type=Path,
+        metavar="FILE",
+        help="begin with such a file of yours, from a host with this torch and these GPUs",
+    )
     check = command("check", "prove before a launch that training and serving agree")
     check.add_argument("--fast", action="store_true", help="without the target's weights")
     check.add_argument(

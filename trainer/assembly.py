@@ -24,6 +24,7 @@ from trainer.data.dataset import Dataset, load_tokenizer
 from trainer.data.packing import Batch, BatchMaker, BatchPlan
 from trainer.data.shards import open_dataset
 from trainer.errors import DataError
+from trainer.loss import LossSums
 from trainer.model.attention import Attention, FlexAttention, SdpaAttention, SpanAttention
 from trainer.model.draft import DraftConfig, DraftModel, measured_tap_scale
 from trainer.model.settling import Settled, settle
@@ -275,24 +276,45 @@ def build_replica(
 def warm_parts(
     gate: CompileGate,
     config: TrainConfig,
-    batch: Batch,
+    batches: Sequence[Batch],
     targets: Iterable[Target],
     replicas: Iterable[Replica],
 ) -> None:
     """Compile in this thread what the workers will need, then allow no further compile.
 
-    ``batch`` is any of the plan; the replicas' weights stay as they are.
+    ``batches``: one of each shape of the plan; the replicas' weights stay as they are.
     """
+    prepared = warm_targets(gate, batches, targets)
+    for replica in replicas:
+        warm_replica(gate, config, prepared, replica)
+        with current_device(replica.device):
+            replica.optimizer.rehearse()
+    if config.data.packing or config.data.row_lengths is not None:  # else shapes have no end
+        gate.seal()
+
+
+def warm_targets(
+    gate: CompileGate, batches: Sequence[Batch], targets: Iterable[Target]
+) -> list[Prepared]:
+    """Make the hidden states of each batch on each target; returns those of the last."""
+    prepared: list[Prepared] = []
     for target in targets:
         with current_device(target.device):
-            hidden = gated_features(gate, target, batch, FeatureCache(0))
-    for replica in replicas:
-        with current_device(replica.device):
-            replica.draft.train()
-            forward_backward(replica, gate, Prepared(batch, hidden), config)
-            replica.optimizer.rehearse()  # a warm-up changes no weight
-    if config.data.packing:  # rows come in many lengths; packed rows in one
-        gate.seal()
+            prepared = [
+                Prepared(batch, gated_features(gate, target, batch, FeatureCache(0)))
+                for batch in batches
+            ]
+    return prepared
+
+
+def warm_replica(
+    gate: CompileGate, config: TrainConfig, prepared: Sequence[Prepared], replica: Replica
+) -> LossSums:
+    """Run forward and backward of every batch; returns the sums of the last."""
+    replica.draft.train()
+    with current_device(replica.device):
+        sums = [forward_backward(replica, gate, one, config) for one in prepared]
+    return sums[-1]
 
 
 def identity(

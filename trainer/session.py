@@ -164,8 +164,8 @@ class Session:
         if not assembly.compiles(self._config):
             return
         self._metrics.phase("warmup", devices=len(replicas))
-        batch = data.maker.make(0)
-        assembly.warm_parts(self._gate, self._config, batch, targets.values(), replicas)
+        batches = data.maker.examples()
+        assembly.warm_parts(self._gate, self._config, batches, targets.values(), replicas)
 
     def _run(
         self,

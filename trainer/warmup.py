@@ -1,118 +1,152 @@
 """Fills the compile caches before a launch: ``python -m trainer warmup --run-dir DIR``.
 
-Builds the run's own parts and takes one real step (forward, backward, optimiser) with the run's own
-shapes on each drafter device in turn. Prints one JSON line a device on standard output and writes
-warmup.json into the cache directory. What the caches cannot keep (tracing and guards, per process)
-is done again by the trainer, in seconds.
+Builds the run's own parts and takes real steps (forward, backward, optimiser) of every shape that
+the run takes: the target's on each target device, the draft's on each drafter device in turn.
+Prints one JSON line a device on standard output and writes warmup.json into the cache directory.
+What the caches cannot keep (tracing and guards, per process) is done again by the trainer, in
+seconds.
 """
 
 import json
 import sys
 import time
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from trainer import assembly
-from trainer.compile_gate import CompileGate
+from trainer import assembly, cache_store, torch_compiler
+from trainer.compile_gate import CompileEvent, CompileGate
 from trainer.contract.config import TrainConfig
+from trainer.contract.manifest import Manifest
 from trainer.contract.warmup_stamp import write_stamp
-from trainer.data.packing import Batch
 from trainer.model.target import Target
 from trainer.optim import Schedule
-from trainer.workers.drafter import forward_backward
-from trainer.workers.target import FeatureCache, Prepared, gated_features
-
-_LOOK_AT_BATCHES = 256
+from trainer.workers.target import Prepared
 
 
-def warm_up(run_dir: Path) -> None:
-    """Warm up every drafter device of the run.
+@dataclass(frozen=True)
+class WarmupOptions:
+    """Artefact files: ``load`` before anything is compiled, ``save`` at the end."""
+
+    load: Path | None = None
+    save: Path | None = None
+
+
+@dataclass
+class _Caches:
+    """What the caches on disk gave so far."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def take(self, event: CompileEvent) -> None:
+        self.counts.update(event.cache)
+
+
+def warm_up(run_dir: Path, options: WarmupOptions | None = None) -> None:
+    """Warm up every device of the run.
 
     Raises: TrainerError or ContractError by name.
     """
+    chosen = options or WarmupOptions()
     manifest, config = assembly.read_manifest(run_dir)
-    devices = assembly.devices_of(manifest, config)
+    with cache_store.only_writer(Path(manifest.cache_dir)):
+        _fill(manifest, config, chosen)
+
+
+def _fill(manifest: Manifest, config: TrainConfig, options: WarmupOptions) -> None:
+    devices, caches = assembly.devices_of(manifest, config), _Caches()
+    began = time.monotonic()
+    if options.load is not None:
+        size = cache_store.load(options.load, manifest)
+        _say("warmup_artifacts", loaded=str(options.load), size_bytes=size)
     gate = CompileGate(
         assembly.gate_settings(config, len(devices.drafters)),
+        on_event=caches.take,
         report=lambda text: sys.stderr.write(f"warning: {text}"),
     )
-    began = time.monotonic()
     try:
         data = assembly.Data.load(manifest, config)
         steps = assembly.step_range(config, data.plan, len(devices.drafters))
-        targets = assembly.load_targets(config, devices.targets[:1])
-        target = next(iter(targets.values()))
+        targets = assembly.load_targets(config, devices.targets)
         settled = assembly.settle_targets(targets, config, gate)
+        batches = data.maker.examples()
+        prepared = assembly.warm_targets(gate, batches, targets.values())
         _say(
             "warmup_loaded",
             load_s=_since(began),
             target=config.target.path,
-            **settled.to_dict(),
+            batching=settled.to_dict(),
+            num_compiles=gate.stats.num_graphs,
+            cache=dict(caches.counts),
         )
-        batch = largest_batch(data, config)
-        with assembly.current_device(target.device):
-            hidden = gated_features(gate, target, batch, FeatureCache(0))
-        prepared = Prepared(batch, hidden)
+        target = next(iter(targets.values()))
         schedule = Schedule.from_config(config.optim, steps.num_steps)
         told = [
-            _warm_one(place, gate, prepared, (config, target, schedule))
+            _warm_one(place, gate, prepared, (config, target, schedule), caches)
             for place in _distinct(devices.drafters)
         ]
     finally:
         gate.close()
-    if not assembly.compiles(config):
-        text = "device cpu or compile off: nothing was compiled; one real step ran as a check"
+    for text in _notes(config, data):
         _say("warmup_note", text=text)
+    _keep(manifest, config, options)
     write_stamp(manifest, told, time.time())
     _say(
         "warmup_done",
         num_devices=len(told),
-        num_compiles=sum(one["num_compiles"] for one in told),
+        num_compiles=gate.stats.num_graphs,
         total_s=_since(began),
         cache_dir=manifest.cache_dir,
     )
 
 
-def largest_batch(data: assembly.Data, config: TrainConfig) -> Batch:
-    """Return a batch with the plan's shapes: any packed one, the largest of the first in rows."""
-    if config.data.packing:
-        return data.maker.make(0)
-    count = min(_LOOK_AT_BATCHES, data.plan.batches_in_epoch)
-    lengths = data.dataset.lengths
+def _notes(config: TrainConfig, data: assembly.Data) -> list[str]:
+    if not assembly.compiles(config):
+        return ["device cpu or compile off: nothing was compiled; one real step ran as a check"]
+    if data.plan.shapes() is None:
+        text = "rows come in many lengths, of which one was warmed up"
+        return [f"{text}: data.row_lengths would make them few, data.packing one"]
+    return []
 
-    def padded_tokens(index: int) -> int:
-        _, rows = data.plan.batch(index)
-        return len(rows) * max(int(lengths[row].max()) for row in rows)
 
-    return data.maker.make(max(range(count), key=padded_tokens))
+def _keep(manifest: Manifest, config: TrainConfig, options: WarmupOptions) -> None:
+    if options.save is not None:
+        size = cache_store.save(options.save, manifest)
+        _say("warmup_artifacts", saved=str(options.save), size_bytes=size)
+    elif config.compile.caching_precompile and assembly.compiles(config):
+        torch_compiler.save_artifacts()  # this is what writes traces and guards to the disk
 
 
 def _warm_one(
     place: tuple[int, torch.device],
     gate: CompileGate,
-    prepared: Prepared,
+    prepared: Sequence[Prepared],
     parts: tuple[TrainConfig, Target, Schedule],
+    caches: _Caches,
 ) -> dict[str, Any]:
     config, target, schedule = parts
-    began, before = time.monotonic(), gate.stats.num_graphs
+    began, before, had = time.monotonic(), gate.stats.num_graphs, caches.counts.copy()
     attention = assembly.attention_of(config, gate)
     replica = assembly.build_replica(config, target, place, attention, schedule, None)
-    replica.draft.train()
+    sums = assembly.warm_replica(gate, config, prepared, replica)
     with assembly.current_device(replica.device):
-        sums = forward_backward(replica, gate, prepared, config)
         replica.optimizer.apply(0, float(sums.loss_sum), float(sums.weight_sum))
     if replica.device.type == "cuda":
         torch.cuda.synchronize(replica.device)
+    shapes = [tuple(one.batch.input_ids.shape) for one in prepared]
     return _say(
         "warmup",
         device=str(replica.device),
         warmup_s=_since(began),
         num_compiles=gate.stats.num_graphs - before,
-        rows=prepared.batch.input_ids.shape[0],
-        row_tokens=prepared.batch.input_ids.shape[1],
+        cache=dict(caches.counts - had),
+        shapes=shapes,
+        rows=shapes[-1][0],
+        row_tokens=shapes[-1][1],
         loss=sums.loss,
     )
 

@@ -31,6 +31,7 @@ def screen_lines(view: RunView, mono_s: float, width: int, height: int) -> list[
         *_figures(view, mono_s, width),
         *_memory(view, width),
         *[(f"! {alert.text}", "bold red") for alert in view.alerts(mono_s)],
+        *[(f"experiment: {name}", "yellow") for name in view.experiments],
         *[(f"warning: {text}", "yellow") for text in view.warnings],
         *[(text, "dim") for text in view.notes],
     ]

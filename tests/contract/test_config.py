@@ -104,6 +104,17 @@ def test_configuration_that_is_no_mapping_is_refused() -> None:
         ("data", {"max_length": 1}, "data.max_length: expected at least 2"),
         ("data", {"max_batch_size": 0}, "data.max_batch_size: expected at least 1"),
         ("data", {"max_anchors": 0}, "data.max_anchors: expected at least 1"),
+        ("data", {"row_lengths": [8192]}, "data.row_lengths: expected with data.packing off"),
+        (
+            "data",
+            {"packing": False, "row_lengths": [512, 2048]},
+            "data.row_lengths: expected with data.packing off, ascending lengths",
+        ),
+        (
+            "data",
+            {"packing": False, "row_lengths": [4096, 512]},
+            "data.row_lengths: expected with data.packing off, ascending lengths",
+        ),
         ("data", {"token_budget": 100}, "data.token_budget: expected at least data.max_length"),
         ("draft", {"mask_token_id": -1}, "draft.mask_token_id: expected an embedding row"),
         ("draft", {"block_size": 1}, "draft.block_size: expected at least 2"),
@@ -189,3 +200,15 @@ def test_override_of_what_is_no_dotted_key_is_refused(key: str) -> None:
 def test_override_below_a_value_is_refused() -> None:
     with pytest.raises(ConfigError, match="seed is a value, not a section; it has no key x"):
         with_override({"seed": 0}, "seed.x", 1)
+
+
+def test_settings_that_prove_nothing_of_others_are_named_as_experiments() -> None:
+    assert TrainConfig.from_dict(NEEDED).compile.experiments == ()
+    chosen = {"gate": "off", "force_during_fx_trace": True, "error_on_nested_fx_trace": False}
+    assert TrainConfig.from_dict(_with("compile", **chosen)).compile.experiments == (
+        "compile.gate=off",
+        "compile.force_during_fx_trace=true",
+        "compile.error_on_nested_fx_trace=false",
+    )
+    allowed = TrainConfig.from_dict(_with("compile", allow_fallback=True))
+    assert allowed.compile.experiments == ("compile.allow_fallback=true",)

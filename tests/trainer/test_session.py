@@ -54,6 +54,10 @@ def test_run_trains_checkpoints_and_exports(make_run: MakeRun) -> None:
     steps = _events(run_dir, "step")
     assert [event["step"] for event in steps] == list(range(1, 13))
     assert all(key in steps[-1] for key in STEP_KEYS)
+    assert "experiments" not in steps[-1]
+    (started,) = _events(run_dir, "started")
+    assert (started["step"], started["num_compiles"]) == (1, 0)
+    assert started["start_s"] > 0
     assert steps[-1]["eta_s"] == 0.0
     assert steps[-1]["tokens_total"] > steps[0]["tokens_total"] > 0
     assert [e["path"] for e in _events(run_dir, "checkpoint")] == [
@@ -399,7 +403,9 @@ def test_gate_that_is_off_is_marked_in_the_events(make_run: MakeRun) -> None:
     run_dir = make_run(compile={"gate": "off"})
     assert _train(run_dir) is TrainerExit.FINISHED
     (warning,) = _events(run_dir, "warning")
-    assert warning["text"] == "compile.gate is off, an experiment: threads may crash or hang"
+    assert warning["text"].startswith("compile.gate=off is an experiment: the run may crash")
+    marked = [*_events(run_dir, "step"), *_events(run_dir, "finished")]
+    assert {tuple(event["experiments"]) for event in marked} == {("compile.gate=off",)}
 
 
 def test_role_without_a_device_is_refused(make_run: MakeRun) -> None:

@@ -17,9 +17,12 @@ FACTS = ("release", "torch", "driver", "gpus")
 # Settings that decide what is compiled, besides all of draft and loss.
 _SETTINGS: dict[str, Iterable[str]] = {
     "target": ("dtype", "batching", "forward_tokens", "compile", "fp8"),
-    "data": ("max_length", "token_budget", "max_batch_size", "packing", "max_anchors"),
+    "data": (
+        *("max_length", "token_budget", "max_batch_size", "packing", "max_anchors"),
+        "row_lengths",
+    ),
     "optim": ("name",),
-    "compile": ("mode",),
+    "compile": ("mode", "attention", "allow_fallback", "caching_precompile"),
 }
 
 

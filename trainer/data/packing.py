@@ -24,6 +24,7 @@ ROW_MULTIPLE = 16  # row lengths are rounded up to this, so that few shapes occu
 WINDOW_BATCHES = 64  # batches' worth of samples that are sorted by length together
 OPEN_ROWS = 16  # packed rows that are filled at the same time
 _PART = 1 << 16
+_LOOK_AT_BATCHES = 256  # for a large one
 
 Rows = list[list[int]]
 
@@ -255,11 +256,12 @@ class BatchMaker:
     def examples(self) -> list[Batch]:
         """Return one batch of each shape that a run takes, with few samples in it.
 
-        Without declared row lengths there is no end of shapes: then the first batch stands for all.
+        Without declared row lengths there is no end of shapes: then a large batch stands for all.
         """
         shapes = self._plan.shapes()
         if shapes is None:
-            return [self.make(0)]
+            looked_at = range(min(_LOOK_AT_BATCHES, self._plan.batches_in_epoch))
+            return [self.make(max(looked_at, key=self._padded_tokens))]
         lengths = np.asarray(self._lengths)
         found = []
         for shape in shapes:
@@ -267,6 +269,10 @@ class BatchMaker:
             sample = int(fitting[lengths[fitting].argmax()])
             found.append(self._laid_out(0, 0, self._documents([[sample]]), shape))
         return found
+
+    def _padded_tokens(self, index: int) -> int:
+        _, rows = self._plan.batch(index)
+        return len(rows) * max(int(self._lengths[row].max()) for row in rows)
 
     def _shape(self, documents: tuple[Document, ...], num_rows: int) -> tuple[int, int]:
         data = self._config.data

@@ -190,3 +190,43 @@ def test_plan_keeps_little_more_than_the_lengths(packing: bool):
     tracemalloc.stop()
     # Two epochs may be kept, each 4 bytes a sample and 16 a batch; lists would take 100 a sample.
     assert kept < 16 * len(lengths)
+
+
+def laid_out(config: TrainConfig) -> tuple[BatchPlan, BatchMaker]:
+    plan = BatchPlan(LENGTHS[:60], config.data, config.seed)
+    return plan, BatchMaker(dataset(), plan, config)
+
+
+def test_declared_row_lengths_give_few_shapes_and_lose_no_sample(
+    train_config: Callable[..., TrainConfig],
+):
+    rows = {"row_lengths": (16, 40, 64), "max_batch_size": 7}
+    plan, maker = laid_out(train_config(data=rows))
+    shapes = [(7, 16), (6, 40), (4, 64)]  # 256 tokens, 7 rows at most
+    assert plan.shapes() == shapes
+    batches = [maker.make(index) for index in range(plan.num_batches(4))]
+    assert {tuple(batch.input_ids.shape) for batch in batches} <= set(shapes)
+    first = [batch for batch in batches if batch.epoch == 0]
+    assert sorted(i for batch in first for i in batch.sample_ids) == list(range(60))
+    for batch in batches:  # a row beyond the samples holds nothing that is trained on
+        filled = (batch.document_ids >= 0).any(1)
+        assert int(filled.sum()) == len(batch.documents)
+        assert not batch.anchor_keep[~filled].any()
+
+
+@pytest.mark.parametrize(
+    ("data", "shapes"),
+    [
+        ({"row_lengths": (16, 40, 64), "max_batch_size": 7}, [(7, 16), (6, 40), (4, 64)]),
+        ({"packing": True}, [(1, 256)]),
+    ],
+)
+def test_examples_of_a_plan_are_one_batch_of_each_of_its_shapes(
+    train_config: Callable[..., TrainConfig],
+    data: dict[str, object],
+    shapes: list[tuple[int, int]],
+):
+    _, maker = laid_out(train_config(data=data))
+    examples = maker.examples()
+    assert [tuple(batch.input_ids.shape) for batch in examples] == shapes
+    assert all(batch.num_anchors for batch in examples)

@@ -169,6 +169,8 @@ def target_facts(
         # One batch is made while another waits to be handed over; one copy joins its documents.
         "taps of two batches": taps * 3,
     }
+    if config.target.fp8 != "off":  # beside the weights, which verification needs as they are
+        parts["weights in FP8"] = weight_bytes // size
     return DeviceFacts(card, parts)
 
 

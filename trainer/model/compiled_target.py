@@ -7,8 +7,6 @@ a size, all of them compiled before training. Documents keep apart by constructi
 the delta rule are told where they begin, and the convolution reads no token before them.
 """
 
-import inspect
-import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +18,7 @@ from torch.nn import functional
 
 from trainer.compile_gate import CompileGate
 from trainer.errors import TargetError
-from trainer.model import recurrent_kernels, row_scaled, target_layers
+from trainer.model import packed_attention, recurrent_kernels, row_scaled, target_layers
 from trainer.model.target_layers import (
     AttentionSizes,
     AttentionWeights,
@@ -140,7 +138,7 @@ class CompiledTarget:
         if left:
             lengths.append(left)
             pieces.append(torch.zeros(left, dtype=torch.long))
-        ends = torch.tensor(list(itertools.accumulate(lengths, initial=0)), dtype=torch.int32)
+        ends = packed_attention.boundaries_of(lengths)
         position = torch.cat([torch.arange(length, dtype=torch.int32) for length in lengths])
         put = self._put
         return put(torch.cat(pieces)), Layout(tuple(lengths), put(ends), put(position))
@@ -367,16 +365,14 @@ def _fitting(order: Sequence[int], lengths: Sequence[int], size: int) -> list[in
 def attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
     """Causal attention within each document. Shapes: [T, H, d], [T, G, d] twice -> [T, H, d].
 
-    Rows of equal length go through SDPA, which takes cuDNN's kernel on Hopper; others through the
-    flash kernel that knows boundaries, since cuDNN plans anew for every length.
+    Rows of equal length go through SDPA, others through the kernel that knows boundaries.
     """
     if layout.num_rows:
         rows = [_as_rows(x, layout.num_rows) for x in (query, key, value)]
         return _attend_rows(rows, scale).flatten(0, 1)
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and _VARLEN is not None:
-        ends, longest = layout.boundaries, max(layout.lengths)
-        out: Tensor = _VARLEN(query, key, value, ends, ends, longest, longest, scale=scale)
-        return out
+    if packed_attention.takes_boundaries(query, key, value):
+        heads, longest = (query, key, value), max(layout.lengths)
+        return packed_attention.attend_within(heads, layout.boundaries, longest, scale)
     lengths = list(layout.lengths)
     pieces = zip(*(torch.split(x, lengths) for x in (query, key, value)), strict=True)
     return torch.cat([_attend_rows([x[None] for x in piece], scale)[0] for piece in pieces])
@@ -395,26 +391,6 @@ def _attend_rows(rows: Sequence[Tensor], scale: float) -> Tensor:
         query, key, value, is_causal=True, scale=scale, enable_gqa=grouped
     )
     return out.transpose(1, 2)
-
-
-def _varlen_attention() -> Callable[..., Any] | None:
-    """Return torch's attention with boundaries, causal and with grouped heads, where it has one."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - not in every build
-    except ImportError:
-        return None
-    known = inspect.signature(varlen_attn).parameters
-    grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in known else {}
-    if "window_size" not in known:
-        return None
-
-    def attend_varlen(*args: Any, scale: float) -> Any:
-        return varlen_attn(*args, scale=scale, window_size=(-1, 0), **grouped)
-
-    return attend_varlen
-
-
-_VARLEN = _varlen_attention()
 
 
 def _norm(part: Any) -> Norm:

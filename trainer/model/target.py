@@ -7,7 +7,6 @@ row; model/batching.py proves at the start that neither mixes them.
 """
 
 import inspect
-import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -211,7 +210,7 @@ class Target:
         positions = torch.cat([torch.arange(length) for length in lengths])[None].to(self.device)
         options: dict[str, Tensor | int] = {"position_ids": positions}
         if self.recurrent_kinds:  # the names under which kernels of recurrent layers look
-            ends = torch.tensor(list(itertools.accumulate(lengths, initial=0)), dtype=torch.int32)
+            ends = packed_attention.boundaries_of(lengths)
             numbers = torch.arange(len(rows), dtype=torch.int32)
             owner = numbers.repeat_interleave(torch.tensor(lengths))[None]
             options |= {"cu_seq_lens_q": ends.to(self.device), "seq_idx": owner.to(self.device)}

@@ -1,0 +1,93 @@
+"""Compiled layers of every known target on an NVIDIA GPU, with the kernels that training uses."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+SCRIPT = """
+import json, sys
+import torch
+from trainer.model import recurrent_kernels
+recurrent_kernels.offer_convolution("qwen3_5_text")
+from tests.trainer import tiny_targets
+from trainer.compile_gate import CompileGate, GateSettings
+from trainer.contract.config import TargetConfig
+from trainer.model.batching import settle_batching
+from trainer.model.settling import settle
+from trainer.model.target import ROWS, Target
+
+DELTA = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "head_dim": 64}
+SIZES = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "head_dim": 64}
+gate, told = CompileGate(GateSettings()), {}
+def run(name, kind, config, **own):
+    made = tiny_targets.KINDS[kind](**SIZES | own).to("cuda", torch.bfloat16)
+    target = Target(made, (0, 1, 3))
+    told[name] = {"batching": None}
+    settled = settle(target, TargetConfig(path="none", **config), gate, forward_tokens=1024,
+                     compiles=True)
+    told[name] = settled.to_dict() | {"text": str(settled)}
+    graphs = gate.stats.num_graphs
+    documents = [torch.arange(n) % 512 for n in (300, 70, 3, 500, 1)]
+    key = ("target", "cuda:0")
+    found = gate.run(key, lambda: target.document_features(documents), library=True)
+    alone = [target.document_features([one], ROWS)[0] for one in documents]
+    told[name]["difference"] = max(
+        float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(found, alone)
+    )
+    told[name]["more_graphs"] = gate.stats.num_graphs - graphs
+for kind in ("llama", "qwen3"):
+    run(kind, kind, {})
+run("fp8", "qwen3", {"fp8": "rows"})
+if "fla" in sys.argv:
+    run("hybrid", "hybrid-text", {"batching": "packed"}, **DELTA)
+gate.close()
+print(json.dumps(told))
+"""
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(300),  # the first compile of a process takes most of a minute
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+HAS_FLA = importlib.util.find_spec("fla") is not None
+
+
+@pytest.fixture(scope="module")
+def told() -> dict[str, Any]:
+    """What a process of its own finds: transformers looks for kernels once."""
+    argv = [sys.executable, "-c", SCRIPT, *(["fla"] if HAS_FLA else [])]
+    root = Path(__file__).parents[3]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=280, cwd=root)
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_dense_layers_compile_and_give_the_taps_of_the_model(told: dict[str, Any], kind: str):
+    assert told[kind]["compiled"]["sizes"] == [128, 256, 512, 1024]
+    assert told[kind]["compiled"]["num_graphs"] == 8
+    assert told[kind]["difference"] < 0.03
+    assert told[kind]["more_graphs"] == 0
+
+
+def test_fp8_rows_move_the_taps_little(told: dict[str, Any]):
+    assert "products in FP8 rows" in told["fp8"]["text"]
+    assert 1e-3 < told["fp8"]["difference"] < 0.3
+    assert told["fp8"]["more_graphs"] == 0
+
+
+@pytest.mark.skipif(not HAS_FLA, reason="needs flash-linear-attention (fla-core)")
+def test_hybrid_is_packed_with_the_kernels_of_fla_and_compiled_around_them(told: dict[str, Any]):
+    batching = told["hybrid"]["batching"]
+    assert batching["passed"]
+    assert batching["batching"] == "packed"
+    assert "(the fallback of transformers)" not in str(batching["kernels"])
+    assert told["hybrid"]["compiled"]["num_graphs"] == 16
+    assert told["hybrid"]["difference"] < 0.05
+    assert told["hybrid"]["more_graphs"] == 0

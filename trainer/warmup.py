@@ -132,6 +132,8 @@ def _warm_one(
     began, before, had = time.monotonic(), gate.stats.num_graphs, caches.counts.copy()
     attention = assembly.attention_of(config, gate)
     replica = assembly.build_replica(config, target, place, attention, schedule, None)
+    # As many drafters as there may be read gradients of the same type: the same kernels.
+    replica.optimizer.arrange_gradients(1, config.optim.grad_accumulation)
     sums = assembly.warm_replica(gate, config, prepared, replica)
     with assembly.current_device(replica.device):
         replica.optimizer.apply(0, float(sums.loss_sum), float(sums.weight_sum))

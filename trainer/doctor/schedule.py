@@ -140,6 +140,7 @@ def timed_step_s(
         place = 0, devices.drafters[0]
         schedule = Schedule.from_config(config.optim, 1)
         replica = assembly.build_replica(config, target, place, attention, schedule, None)
+        replica.optimizer.arrange_gradients(1, config.optim.grad_accumulation)
         replica.draft.train()
         timings = [
             _timed(gate, target, replica, maker.make(index), config)

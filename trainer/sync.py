@@ -20,6 +20,7 @@ from torch import Tensor
 
 from trainer.errors import ChannelClosedError
 
+_ALIGNMENT = 64  # numbers
 BUCKET_NUMBERS = 64 << 20  # 128 MiB of bf16: about 25 buckets of a 1.7 B draft
 
 
@@ -262,7 +263,8 @@ class GradientSync:
         with _behind(member.stream), torch.no_grad():
             if not member.missing[number]:  # else ``accumulate`` did it
                 member.gradients.take_in(bucket.places)
-            member.norms.append(torch.linalg.vector_norm(member.flat[bucket.start : bucket.stop]))
+            packed = member.flat[bucket.start : bucket.stop]
+            member.norms.append(torch.linalg.vector_norm(packed, dtype=torch.float32))
             member.ready[number] = _mark(member.stream)
         with self._lock:
             self._arrived[number] += 1
@@ -306,10 +308,13 @@ class GradientSync:
                 parts.append(torch.empty_like(own.flat[part]))
                 with _from_to(member.ways[rank], own.stream, packed[other]):
                     parts[-1].copy_(member.flat[part], non_blocking=True)
-            total = parts[0].to(torch.float32, copy=True)
-            for one in parts[1:]:
-                total += one
-            own.flat[part].copy_(total)  # rounded once
+            if len(parts) == 2:
+                torch.add(parts[0], parts[1], out=own.flat[part])
+            else:
+                total = parts[0].to(torch.float32, copy=True)
+                for one in parts[1:]:
+                    total += one
+                own.flat[part].copy_(total)  # rounded once, as the sum of two is
             return _mark(own.stream)
 
 
@@ -353,6 +358,8 @@ def _from_to(
 
 
 def _slices(bucket: Bucket, num_parts: int) -> list[tuple[int, int]]:
+    """Part a bucket evenly, at multiples of _ALIGNMENT from its start, for wide loads."""
     length = bucket.stop - bucket.start
-    edges = [bucket.start + length * part // num_parts for part in range(num_parts + 1)]
-    return list(itertools.pairwise(edges))
+    places = [length * part // num_parts for part in range(1, num_parts)]
+    edges = [bucket.start + place // _ALIGNMENT * _ALIGNMENT for place in places]
+    return list(itertools.pairwise([bucket.start, *edges, bucket.stop]))

@@ -10,7 +10,7 @@ the delta rule are told where they begin, and the convolution reads no token bef
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from trainer.model.target_layers import (
     DeltaWeights,
     MixedWeights,
     Norm,
+    Rotation,
     Weight,
 )
 
@@ -53,13 +54,6 @@ class Layout:
     def num_rows(self) -> int:
         """Documents of equal length are rows of a rectangle; else 0."""
         return len(self.lengths) if len(set(self.lengths)) == 1 else 0
-
-
-class Rotation(NamedTuple):
-    """Rotary embedding of each token. Shapes: [T, r]."""
-
-    cos: Tensor
-    sin: Tensor
 
 
 class CompiledTarget:
@@ -116,20 +110,24 @@ class CompiledTarget:
         """Run the layers over ``size`` tokens. Shapes: [length] ids each -> n taps [size, D]."""
         ids, layout = self._lay_out(documents, size)
         hidden = self._decoder.embed_tokens(ids)
-        cos, sin = self._decoder.rotary_emb(hidden[None], layout.position[None].long())
-        rotation = Rotation(cos[0], sin[0])
+        made = torch.zeros_like(hidden)
+        rotation = self._rotation(hidden, layout.position)
         taps = {}
         for number, layer in enumerate(self.layers):
-            hidden = layer(hidden, rotation, layout)
-            if number in self._tap_ids:
-                taps[number] = hidden
+            read, hidden, made = layer(hidden, made, rotation, layout)
+            if number - 1 in self._tap_ids:
+                taps[number - 1] = read
+        taps[self._tap_ids[-1]] = hidden + made
         return [taps[number] for number in self._tap_ids]
 
-    def layer_output(self, number: int, documents: Sequence[Tensor], hidden: Tensor) -> Tensor:
-        """Return what one layer makes of a row of its inputs. Shapes: [T, D] -> [T, D]."""
-        _, layout = self._lay_out(documents, len(hidden))
-        cos, sin = self._decoder.rotary_emb(hidden[None], layout.position[None].long())
-        return self.layers[number](hidden, Rotation(cos[0], sin[0]), layout)
+    def _rotation(self, hidden: Tensor, position: Tensor) -> Rotation:
+        """Return the rotary embedding of the model itself, as ``rotate`` wants it."""
+        places = position[None].long()
+        if type(self._decoder).__name__ == "Qwen3_5TextModel":  # time, height and width
+            places = places[None].expand(3, 1, -1)
+        cos, sin = self._decoder.rotary_emb(hidden[None], places)
+        first, second = sin[0].chunk(2, -1)
+        return Rotation(cos[0].contiguous(), torch.cat([-first, second], -1))
 
     def _lay_out(self, documents: Sequence[Tensor], size: int) -> tuple[Tensor, Layout]:
         lengths = [len(document) for document in documents]
@@ -154,16 +152,19 @@ class AttentionLayer:
     """One layer of full attention; ``before`` and ``after`` are compiled."""
 
     before: Callable[..., target_layers.AttentionInputs]
-    after: Callable[..., Tensor]
+    after: Callable[..., tuple[Tensor, Tensor]]
     weights: tuple[AttentionWeights, MixedWeights]
     scale: float
 
-    def __call__(self, hidden: Tensor, rotation: Rotation, layout: Layout) -> Tensor:
-        """Shapes: hidden [T, D] -> [T, D]."""
-        found = self.before(hidden, rotation.cos, rotation.sin, self.weights[0])
+    def __call__(
+        self, hidden: Tensor, made: Tensor, rotation: Rotation, layout: Layout
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the layer's input, and its output in two parts. Shapes: [T, D] each."""
+        found = self.before(hidden, made, rotation, self.weights[0])
         mixed = attend(found.query, found.key, found.value, layout, self.scale)
         # A graph is made for one layout in memory; kernels that give another one are copied.
-        return self.after(hidden, mixed.contiguous(), found.gate, self.weights[1])
+        parts = self.after(found.hidden, mixed.contiguous(), found.gate, self.weights[1])
+        return found.hidden, *parts
 
 
 @dataclass(frozen=True)
@@ -171,15 +172,21 @@ class DeltaLayer:
     """One layer of the gated delta rule; ``before`` and ``after`` are compiled, ``rule`` is not."""
 
     before: Callable[..., target_layers.DeltaInputs]
-    after: Callable[..., Tensor]
+    after: Callable[..., tuple[Tensor, Tensor]]
     weights: tuple[DeltaWeights, MixedWeights]
     rule: Callable[..., Any]
 
-    def __call__(self, hidden: Tensor, rotation: Rotation, layout: Layout) -> Tensor:  # noqa: ARG002
-        """Shapes: hidden [T, D] -> [T, D]."""
-        found = self.before(hidden, layout.position, self.weights[0])
+    def __call__(
+        self,
+        hidden: Tensor,
+        made: Tensor,
+        rotation: Rotation,  # noqa: ARG002 - of layers of attention
+        layout: Layout,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the layer's input, and its output in two parts. Shapes: [T, D] each."""
+        found = self.before(hidden, made, layout.position, self.weights[0])
         mixed = self._mix(found, layout).contiguous()
-        return self.after(hidden, mixed, found.gate, self.weights[1])
+        return found.hidden, *self.after(found.hidden, mixed, found.gate, self.weights[1])
 
     def _mix(self, found: target_layers.DeltaInputs, layout: Layout) -> Tensor:
         """Run the delta rule from an empty state in each document. Shapes: -> [T, V, e]."""

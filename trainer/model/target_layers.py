@@ -4,6 +4,9 @@ Whatever treats every token by itself is here and is compiled: norms, products, 
 gates, the short convolution. Attention and the delta rule stay outside, in the kernels of their
 libraries, so a layer is two functions around one kernel. Weights are arguments, so that all layers
 of a kind share one graph; the number of tokens T is the only size that varies from call to call.
+
+What the feed-forward of a layer makes is added to its residual by the next layer, where the sum is
+read anyway: ``hidden`` and ``made`` go from layer to layer, and the output of one is their sum.
 """
 
 from collections.abc import Callable
@@ -36,9 +39,17 @@ class Norm:
         return weight * wide.to(x.dtype)
 
 
-class AttentionInputs(NamedTuple):
-    """Shapes: query [T, H, d], key and value [T, G, d]; gate [T, H, d] or None."""
+class Rotation(NamedTuple):
+    """Rotary embedding of each token. Shapes: [T, r]; the first half of sin is negative."""
 
+    cos: Tensor
+    sin: Tensor
+
+
+class AttentionInputs(NamedTuple):
+    """Shapes: hidden [T, D], query [T, H, d], key and value [T, G, d]; gate [T, H, d] or None."""
+
+    hidden: Tensor
     query: Tensor
     key: Tensor
     value: Tensor
@@ -48,9 +59,10 @@ class AttentionInputs(NamedTuple):
 class DeltaInputs(NamedTuple):
     """Shapes: query, key [T, K, d], value [T, V, e], decay (log, fp32), beta [T, V], gate as value.
 
-    query and key have length 1.
+    hidden is the layer's input [T, D]; query and key have length 1.
     """
 
+    hidden: Tensor
     query: Tensor
     key: Tensor
     value: Tensor
@@ -125,29 +137,29 @@ def product(x: Tensor, weight: Weight) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the first dimensions of each head. Shapes: x [T, H, d], cos and sin [T, r]."""
-    half = cos.shape[-1] // 2
-    first, second, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], -1)
-    cos, sin = cos[:, None], sin[:, None]
-    parts = [
-        first * cos[..., :half] - second * sin[..., :half],
-        second * cos[..., half:] + first * sin[..., half:],
-        rest,
-    ]
-    return torch.cat(parts[: 3 if rest.shape[-1] else 2], -1)
+    """Turn the first dimensions of each head. Shapes: x [T, H, d], cos and sin [T, r].
+
+    The first half of ``sin`` is negative: so the other half of a head is a matter of an index.
+    """
+    width = cos.shape[-1]
+    turning, rest = x[..., :width], x[..., width:]
+    other = turning.view(*x.shape[:-1], 2, width // 2).flip(-2).view(*x.shape[:-1], width)
+    turned = turning * cos[:, None] + other * sin[:, None]
+    return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
 
 
 def before_attention(
     sizes: AttentionSizes,
-) -> Callable[[Tensor, Tensor, Tensor, AttentionWeights], AttentionInputs]:
-    """Return the part of a layer before its attention: hidden [T, D], cos, sin, weights."""
+) -> Callable[[Tensor, Tensor, Rotation, AttentionWeights], AttentionInputs]:
+    """Return the part of a layer before attention: hidden and made [T, D], rotation, weights."""
     heads, kv_heads, dim, norm = sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, sizes.norm
     width = dim * (2 if sizes.gated else 1)
     gated = sizes.gated
 
     def before(
-        hidden: Tensor, cos: Tensor, sin: Tensor, weights: AttentionWeights
+        hidden: Tensor, made: Tensor, rotation: Rotation, weights: AttentionWeights
     ) -> AttentionInputs:
+        hidden = hidden + made
         all_heads = product(norm(hidden, weights.norm), weights.qkv)
         widths = [heads * width, kv_heads * dim, kv_heads * dim]
         query, key, value = torch.split(all_heads, widths, -1)
@@ -158,50 +170,57 @@ def before_attention(
         if weights.q_norm is not None and weights.k_norm is not None:
             query, key = norm(query, weights.q_norm), norm(key, weights.k_norm)
         value = value.view(-1, kv_heads, dim)
-        return AttentionInputs(rotate(query, cos, sin), rotate(key, cos, sin), value, gate)
+        query, key = rotate(query, *rotation), rotate(key, *rotation)
+        return AttentionInputs(hidden, query, key, value, gate)
 
     return before
 
 
 def after_attention(
     sizes: AttentionSizes,
-) -> Callable[[Tensor, Tensor, Tensor | None, MixedWeights], Tensor]:
+) -> Callable[[Tensor, Tensor, Tensor | None, MixedWeights], tuple[Tensor, Tensor]]:
     """Return the part of a layer after its attention: hidden, attended [T, H, d], gate, weights."""
     norm = sizes.norm
 
-    def after(hidden: Tensor, mixed: Tensor, gate: Tensor | None, weights: MixedWeights) -> Tensor:
+    def after(
+        hidden: Tensor, mixed: Tensor, gate: Tensor | None, weights: MixedWeights
+    ) -> tuple[Tensor, Tensor]:
         if gate is not None:
             mixed = mixed * gate.sigmoid()
-        return _feed_forward(hidden + product(mixed.flatten(1), weights.output), norm, weights)
+        return _feed_forward(hidden, mixed.flatten(1), norm, weights)
 
     return after
 
 
 def before_delta_rule(
     sizes: DeltaSizes,
-) -> Callable[[Tensor, Tensor, DeltaWeights], DeltaInputs]:
-    """Return the part before the delta rule: hidden [T, D], position in the document [T], weights.
+) -> Callable[[Tensor, Tensor, Tensor, DeltaWeights], DeltaInputs]:
+    """Return the part before the delta rule: hidden and made [T, D], position [T], weights.
 
-    The convolution reads no token before its document's first.
+    position: of a token in its document; the convolution reads none before the first.
     """
     heads, dim, norm = sizes.num_key_heads, sizes.key_dim, sizes.norm
     value_heads, value_dim = sizes.num_value_heads, sizes.value_dim
     key_width, value_width = heads * dim, value_heads * value_dim
     widths = [2 * key_width + value_width, value_width]
 
-    def before(hidden: Tensor, position: Tensor, weights: DeltaWeights) -> DeltaInputs:
+    def before(
+        hidden: Tensor, made: Tensor, position: Tensor, weights: DeltaWeights
+    ) -> DeltaInputs:
+        hidden = hidden + made
         x = norm(hidden, weights.norm)
-        made = product(x, weights.product)
+        whole = product(x, weights.product)
         if weights.gates is None:
             parts = [*widths, value_heads, value_heads]
-            mixed, gate, beta, step = torch.split(made, parts, -1)
+            mixed, gate, beta, step = torch.split(whole, parts, -1)
         else:
-            mixed, gate = torch.split(made, widths, -1)
+            mixed, gate = torch.split(whole, widths, -1)
             beta, step = functional.linear(x, weights.gates).chunk(2, -1)
         mixed = functional.silu(_convolve(mixed, position, weights.convolution)).to(hidden.dtype)
         query, key, value = torch.split(mixed, [key_width, key_width, value_width], -1)
         rate = -weights.log_rate.float().exp()
         return DeltaInputs(
+            hidden,
             _unit(query.view(-1, heads, dim)),
             _unit(key.view(-1, heads, dim)),
             value.view(-1, value_heads, value_dim),
@@ -215,22 +234,29 @@ def before_delta_rule(
 
 def after_delta_rule(
     sizes: DeltaSizes,
-) -> Callable[[Tensor, Tensor, Tensor, MixedWeights], Tensor]:
+) -> Callable[[Tensor, Tensor, Tensor, MixedWeights], tuple[Tensor, Tensor]]:
     """Return the part after the delta rule: hidden, mixed and gate [T, V, e], weights."""
     norm, gated_norm = sizes.norm, sizes.gated_norm
 
-    def after(hidden: Tensor, mixed: Tensor, gate: Tensor, weights: MixedWeights) -> Tensor:
+    def after(
+        hidden: Tensor, mixed: Tensor, gate: Tensor, weights: MixedWeights
+    ) -> tuple[Tensor, Tensor]:
         assert weights.mixed_norm is not None  # noqa: S101 - for the type checker
         normed = gated_norm(mixed, weights.mixed_norm) * functional.silu(gate.float())
         mixed = normed.to(hidden.dtype).flatten(1)
-        return _feed_forward(hidden + product(mixed, weights.output), norm, weights)
+        return _feed_forward(hidden, mixed, norm, weights)
 
     return after
 
 
-def _feed_forward(hidden: Tensor, norm: Norm, weights: MixedWeights) -> Tensor:
+def _feed_forward(
+    hidden: Tensor, mixed: Tensor, norm: Norm, weights: MixedWeights
+) -> tuple[Tensor, Tensor]:
+    """Return the residual after the kernel, and what the feed-forward makes of it."""
+    # Added in fp32, or the compiler asks the product to add, which copies the residual first.
+    hidden = (hidden.float() + product(mixed, weights.output).float()).to(hidden.dtype)
     gate, up = product(norm(hidden, weights.norm), weights.gate_up).chunk(2, -1)
-    return hidden + product(functional.silu(gate) * up, weights.down)
+    return hidden, product(functional.silu(gate) * up, weights.down)
 
 
 def _convolve(x: Tensor, position: Tensor, kernel: Tensor) -> Tensor:

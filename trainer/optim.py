@@ -1,9 +1,9 @@
 """The optimiser of one draft replica: fp32 masters, AdamW or Muon, schedule, clip, guard, average.
 
-Gradients are summed in one flat fp32 tensor (the one that ``sync`` adds up), so bf16 gradients of
-several micro-batches lose nothing. The order of a step: accumulate, exchange, ``launch``, and when
-the host wants to know, ``settle``. Whether a step is taken is decided on the device, before the
-host knows: a gradient or loss that is not finite changes nothing.
+Gradients of several micro-batches are summed in one flat fp32 tensor, so that bf16 ones lose
+nothing; it is also what ``sync`` adds up. The order of a step: accumulate, exchange, ``launch``,
+and when the host wants to know, ``settle``. Whether a step is taken is decided on the device,
+before the host knows: a gradient or loss that is not finite changes nothing.
 """
 
 import itertools
@@ -101,9 +101,10 @@ class DraftOptimizer:
         device = self._params[0].device
         self._fused = device.type == "cuda" and config.name == "adamw"
         self.starts, total = _layout(self._params, _ALIGNMENT if self._fused else 1)
-        self._direct, self._fresh = False, True
-        self._norm: Tensor | None = None
-        self._taken: set[int] = set()
+        self._direct = False  # the step reads gradients where backward leaves them
+        self._fresh = True  # the sums begin with the next gradients, whatever they hold
+        self._norm: Tensor | None = None  # of the sums, once it is known
+        self._taken: set[int] = set()  # places that ``take_in`` has had of this micro-batch
         self.flat_grad = torch.zeros(total, dtype=torch.float32, device=device)
         self._flat = torch.zeros(total, dtype=torch.float32, device=device)
         self._masters = [nn.Parameter(view) for view in self._views(self._flat)]
@@ -132,11 +133,11 @@ class DraftOptimizer:
         return self._params
 
     def arrange_gradients(self, num_replicas: int, num_micro_batches: int) -> None:
-        """Let gradients lie where a step of so many of them costs least; changes no number.
+        """Let gradients lie where a step of so many of them costs least.
 
         One micro-batch of one replica: AdamW on a GPU reads them where backward leaves them. One
-        of each of several: the sum over the replicas has the type of the parameters, as the
-        gradient of one larger batch would. Else, and off a GPU, sums are fp32.
+        of each of several replicas: their sum is made in fp32 and has the type of the parameters,
+        as the gradient of one larger batch would. Else, and off a GPU, sums are fp32.
         """
         dtypes = {param.dtype for param in self._params}
         if num_micro_batches > 1:

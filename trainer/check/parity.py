@@ -99,7 +99,7 @@ def rope(subject: Subject) -> str:
         for i in range(half):
             angle = position / theta ** (2 * i / shape.head_dim)
             for place in (i, i + half):
-                pair = float(found.cos[0, 0, row, place]), float(found.sin[0, 0, row, place])
+                pair = float(found.cos[0, row, 0, place]), float(found.sin[0, row, 0, place])
                 if math.dist(pair, (math.cos(angle), math.sin(angle))) > 0.02:
                     raise FaultFoundError(
                         f"position {position} turns pair {i} by another angle than"

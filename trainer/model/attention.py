@@ -36,8 +36,8 @@ class Attention(Protocol):
     def attend(self, query: Tensor, context: KeyValue, own: KeyValue, mask: Mask) -> Tensor:
         """Attend with grouped heads to the context and to the blocks.
 
-        Shapes: query [R, H, Q, d], context keys and values [R, K, S, d], own [R, K, Q, d] ->
-        [R, H, Q, d].
+        Shapes: query [R, Q, H, d], context keys and values [R, S, K, d], own [R, Q, K, d] ->
+        [R, Q, H, d].
         """
         ...
 
@@ -57,14 +57,14 @@ class SdpaAttention:
         """Attend through scaled_dot_product_attention."""
         if not isinstance(mask, Tensor):
             raise TypeError(f"sdpa was given a {type(mask).__name__}; make masks with .masks()")
-        key, value = _joined(context, own)
+        query, (key, value) = query.transpose(1, 2), _joined(context, own)
         groups = query.shape[1] // key.shape[1]
         # The heads of a group become further queries of one key head: nothing is copied per head,
         # and on a CPU this takes three quarters of the time of enable_gqa.
         folded = query.reshape(query.shape[0], key.shape[1], -1, query.shape[-1])
         repeated = mask.repeat(1, 1, groups, 1)
         out = F.scaled_dot_product_attention(folded, key, value, attn_mask=repeated)
-        return out.reshape(query.shape)  # some kernels return another memory order
+        return out.reshape(query.shape).transpose(1, 2)  # kernels differ in their memory order
 
     def compiled(self, fn: Callable[P, R]) -> Callable[P, R]:
         """Return ``fn`` as it is."""
@@ -90,9 +90,9 @@ class FlexAttention:
 
     def attend(self, query: Tensor, context: KeyValue, own: KeyValue, mask: Mask) -> Tensor:
         """Attend through flex_attention."""
-        key, value = _joined(context, own)
+        query, (key, value) = query.transpose(1, 2), _joined(context, own)
         out: Tensor = self._flex(query, key, value, block_mask=mask, enable_gqa=True)
-        return out
+        return out.transpose(1, 2)
 
     def compiled(self, fn: Callable[P, R]) -> Callable[P, R]:
         """Return ``fn`` compiled by the gate."""
@@ -136,5 +136,6 @@ class SpanAttention:
 
 
 def _joined(context: KeyValue, own: KeyValue) -> KeyValue:
-    key, value = (torch.cat(parts, 2) for parts in zip(context, own, strict=True))
+    """Return keys and values of both, heads first: [R, K, S + Q, d]."""
+    key, value = (torch.cat(parts, 1).transpose(1, 2) for parts in zip(context, own, strict=True))
     return key, value

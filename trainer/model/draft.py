@@ -160,8 +160,8 @@ class DraftModel(nn.Module):
                 cache.keys.append(key)
                 cache.values.append(value)
             else:
-                cache.keys[i] = torch.cat((cache.keys[i], key), 2)
-                cache.values[i] = torch.cat((cache.values[i], value), 2)
+                cache.keys[i] = torch.cat((cache.keys[i], key), 1)
+                cache.values[i] = torch.cat((cache.values[i], value), 1)
         cache.length += context.shape[1]
 
     @torch.no_grad()
@@ -186,12 +186,13 @@ class DraftModel(nn.Module):
             normed, kept = layer.enter(x)
             query = layer.self_attn.queries(normed, rotary)
             key, value = layer.self_attn.keys_values(normed, rotary)
-            key = torch.cat((cache.keys[i], key), 2)
-            value = torch.cat((cache.values[i], value), 2)
+            key = torch.cat((cache.keys[i], key), 1)
+            value = torch.cat((cache.values[i], value), 1)
+            heads_first = (part.transpose(1, 2) for part in (query, key, value))
             attended = F.scaled_dot_product_attention(
-                query, key, value, attn_mask=masks[self.config.layer_types[i]], enable_gqa=True
+                *heads_first, attn_mask=masks[self.config.layer_types[i]], enable_gqa=True
             )
-            x = layer.finish(x, attended, kept)
+            x = layer.finish(x, attended.transpose(1, 2), kept)
         out: Tensor = self.norm(x)
         return out
 
@@ -223,7 +224,7 @@ def _contexts(
     """Return the keys and values of the context for each layer.
 
     One product makes them all, and one the gradient of the context, which so is never a sum of
-    rounded parts. Shapes: target_hidden [R, S, n * D] -> [R, kv heads, S, d] twice a layer.
+    rounded parts. Shapes: target_hidden [R, S, n * D] -> [R, S, kv heads, d] twice a layer.
     """
     context = _fuse(hidden_norm, target_hidden, fc_weight)
     attentions = [layer.self_attn for layer in layers]
@@ -242,7 +243,7 @@ _Inner = tuple[Tensor, Tensor, Tensor, Tensor | None]
 def _enter(layer: DraftLayer, x: Tensor, cos: Tensor, sin: Tensor) -> _Inner:
     """Return query, key and value of the blocks in a layer, and what its ``finish`` wants back.
 
-    Shapes: x [R, Q, D] -> [R, heads, Q, d], [R, kv heads, Q, d] twice.
+    Shapes: x [R, Q, D] -> [R, Q, heads, d], [R, Q, kv heads, d] twice.
     """
     rotary = Rotary(cos, sin)
     normed, kept = layer.enter(x)
@@ -291,9 +292,8 @@ def _leave_drafted(
     layer: DraftLayer, norm: RmsNorm, x: Tensor, attended: Tensor, block_size: int
 ) -> Tensor:
     """``_leave`` without the anchors, whose hidden states nothing reads behind this attention."""
-    rows, heads, _, dim = attended.shape
-    attended = _without_anchors(attended.transpose(1, 2).flatten(2), block_size)
-    attended = attended.view(rows, -1, heads, dim).transpose(1, 2)
+    rows, _, heads, dim = attended.shape
+    attended = _without_anchors(attended.flatten(2), block_size).view(rows, -1, heads, dim)
     return _leave(layer, norm, _without_anchors(x, block_size), attended, None)
 
 

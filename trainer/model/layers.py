@@ -27,7 +27,7 @@ class RmsNorm(nn.Module):
 
 @dataclass(frozen=True)
 class Rotary:
-    """Cosines and sines of positions. Shapes: [R, 1, T, head_dim] each."""
+    """Cosines and sines of positions. Shapes: [R, T, 1, head_dim] each."""
 
     cos: Tensor
     sin: Tensor
@@ -39,12 +39,12 @@ class Rotary:
         There is no buffer, so that no cast of the module can reach the frequencies.
         """
         even = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
-        angle = positions[:, None, :, None].float() * config.rope_theta ** -(even / config.head_dim)
+        angle = positions[..., None, None].float() * config.rope_theta ** -(even / config.head_dim)
         angle = torch.cat((angle, angle), -1)
         return cls(angle.cos().to(dtype), angle.sin().to(dtype))
 
     def turn(self, x: Tensor) -> Tensor:
-        """Rotate [R, heads, T, head_dim]."""
+        """Rotate [R, T, heads, head_dim]."""
         low, high = x.chunk(2, -1)
         return x * self.cos + torch.cat((-high, low), -1) * self.sin
 
@@ -64,25 +64,24 @@ class DraftAttention(nn.Module):
         self.k_norm = RmsNorm(dim, config.rms_norm_eps)
 
     def queries(self, x: Tensor, rotary: Rotary) -> Tensor:
-        """Shapes: [R, Q, D] -> [R, heads, Q, head_dim]."""
+        """Shapes: [R, Q, D] -> [R, Q, heads, head_dim]."""
         return self.placed_query(self.q_proj(x), rotary)
 
     def placed_query(self, query: Tensor, rotary: Rotary) -> Tensor:
-        """Norm and rotate what was projected. Shapes: [R, Q, heads * d] -> [R, heads, Q, d]."""
-        return rotary.turn(self.q_norm(self._heads(query)).transpose(1, 2))
+        """Norm and rotate what was projected. Shapes: [R, Q, heads * d] -> [R, Q, heads, d]."""
+        return rotary.turn(self.q_norm(self._heads(query)))
 
     def keys_values(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
-        """Shapes: [R, T, D] -> [R, kv heads, T, head_dim] twice."""
+        """Shapes: [R, T, D] -> [R, T, kv heads, head_dim] twice."""
         return self.placed(self.k_proj(x), self.v_proj(x), rotary)
 
     def placed(self, key: Tensor, value: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         """Norm and rotate what was projected. Shapes: [R, T, kv heads * d] -> as keys_values."""
-        keys = rotary.turn(self.k_norm(self._heads(key)).transpose(1, 2))
-        return keys, self._heads(value).transpose(1, 2)
+        return rotary.turn(self.k_norm(self._heads(key))), self._heads(value)
 
     def output(self, attended: Tensor) -> Tensor:
-        """Shapes: [R, heads, Q, head_dim] -> [R, Q, D]."""
-        projected: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
+        """Shapes: [R, Q, heads, head_dim] -> [R, Q, D]."""
+        projected: Tensor = self.o_proj(attended.flatten(2))
         return projected
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -128,7 +127,7 @@ class DraftLayer(nn.Module):
         return self.input_layernorm(x), None
 
     def finish(self, x: Tensor, attended: Tensor, kept: Tensor | None) -> Tensor:  # noqa: ARG002
-        """Add attention and MLP to the residual stream. Shapes: attended [R, heads, N * B, d]."""
+        """Add attention and MLP to the residual stream. Shapes: attended [R, N * B, heads, d]."""
         x = x + self.self_attn.output(attended)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out

@@ -84,7 +84,7 @@ def context_spans(layout: BlockLayout, rule: MaskRule) -> tuple[Tensor, Tensor]:
     if rule.window is not None:
         low = torch.maximum(low, anchor + slots - (rule.window - 1))
     low = torch.minimum(low, high)
-    return low.flatten(1).int(), high.flatten(1).int()
+    return low.flatten(1).int().contiguous(), high.flatten(1).int().contiguous()
 
 
 def mask_mod(layout: BlockLayout, rule: MaskRule) -> MaskMod:

@@ -86,8 +86,8 @@ def span_attention(
 ) -> Tensor:
     """Attend with grouped heads; differentiable in all five.
 
-    Shapes: query [R, H, Q, d], context keys and values [R, K, S, d], own [R, K, Q, d] ->
-    [R, H, Q, d], in memory as [R, Q, H, d]. d is a power of two of at least 16; its stride is 1.
+    Shapes: query [R, Q, H, d], context keys and values [R, S, K, d], own [R, Q, K, d] ->
+    [R, Q, H, d]. d is a power of two of at least 16.
     """
     apply: Any = _SpanAttention.apply  # torch gives it no types
     out: Tensor = apply(query, *context, *own, spans)
@@ -105,8 +105,8 @@ class _SpanAttention(torch.autograd.Function):
         own_value: Tensor,
         spans: Spans,
     ) -> Tensor:
-        rows, heads, count, dim = query.shape
-        out = query.new_empty(rows, count, heads, dim).transpose(1, 2)
+        rows, count, heads, dim = query.shape
+        out = query.new_empty(rows, count, heads, dim)
         lse = query.new_empty(rows, heads, count, dtype=torch.float32)
         tiles = FORWARD
         with torch.cuda.device(query.device):
@@ -123,8 +123,8 @@ class _SpanAttention(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Any) -> tuple[Tensor | None, ...]:
         query, key, value, own_key, own_value, out, lse = ctx.saved_tensors
         spans, (grad,) = ctx.spans, upstream
-        rows, heads, count, dim = query.shape
-        kv_heads, length = key.shape[1:3]
+        rows, count, heads, dim = query.shape
+        length, kv_heads = key.shape[1:3]
         made = [torch.empty_like(x) for x in (query, key, value, own_key, own_value)]
         d_query, d_key, d_value, d_own_key, d_own_value = made
         if grad.stride(-1) != 1:
@@ -158,13 +158,13 @@ class _SpanAttention(torch.autograd.Function):
 
 def _strides(*tensors: Tensor) -> list[int]:
     """Return the strides of row, head and token of each."""
-    return [step for x in tensors for step in x.stride()[:3]]
+    return [x.stride(axis) for x in tensors for axis in (0, 2, 1)]
 
 
 def _sizes(query: Tensor, key: Tensor) -> tuple[int, int, int, int, float]:
     """Return heads, heads a group, queries, context keys, and the scale of scores in log2."""
-    heads, count, dim = query.shape[1:]
-    return heads, heads // key.shape[1], count, key.shape[2], _LOG2_E / dim**0.5
+    count, heads, dim = query.shape[1:]
+    return heads, heads // key.shape[2], count, key.shape[1], _LOG2_E / dim**0.5
 
 
 def _meta(spans: Spans, dim: int, tiles: Tiles) -> dict[str, Any]:

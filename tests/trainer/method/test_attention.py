@@ -30,16 +30,16 @@ def random_case(length: int = 150, num_anchors: int = 37, device: str = "cpu"):
         *(t[None].expand(2, -1).to(device) for t in (anchors, keep, documents.int()))
     )
     queries = num_anchors * 4
-    shapes = [(2, 6, queries, 16)] + [(2, 2, n, 16) for n in (length, length, queries, queries)]
+    shapes = [(2, queries, 6, 16)] + [(2, n, 2, 16) for n in (length, length, queries, queries)]
     query, *others = (torch.randn(s, device=device, requires_grad=True) for s in shapes)
     return layout, query, tuple(others[:2]), tuple(others[2:])
 
 
 def eager(query: Tensor, context: KeyValue, own: KeyValue, mask: Tensor) -> Tensor:
     pairs = zip(context, own, strict=True)
-    key, value = (torch.cat(pair, 2).repeat_interleave(3, 1) for pair in pairs)
-    scores = query @ key.transpose(-1, -2) / 16**0.5
-    return scores.masked_fill(~mask, float("-inf")).softmax(-1) @ value
+    key, value = (torch.cat(pair, 1).repeat_interleave(3, 2).transpose(1, 2) for pair in pairs)
+    scores = query.transpose(1, 2) @ key.transpose(-1, -2) / 16**0.5
+    return (scores.masked_fill(~mask, float("-inf")).softmax(-1) @ value).transpose(1, 2)
 
 
 @pytest.mark.parametrize("kind", RULES)

@@ -279,7 +279,7 @@ class CompileGate:
     def spawn(self, fn: Callable[[], None], name: str) -> threading.Thread:
         """Return an unstarted daemon thread that runs ``fn`` with this gate's configuration.
 
-        A new thread does not inherit compiler settings from torch 2.13 on: it starts in a copy of
+        A new thread does not inherit compiler settings from torch 2.12 on: it starts in a copy of
         the caller's context, and sets and checks them again.
         """
         context = contextvars.copy_context()

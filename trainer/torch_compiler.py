@@ -49,7 +49,7 @@ class Counted:
 def configure(settings: Mapping[str, Any]) -> None:
     """Set the compiler's settings (dotted, below torch) in this thread; each must hold.
 
-    From torch 2.13 on another thread does not see them. Raises: CompileGateError.
+    From torch 2.12 on another thread does not see them. Raises: CompileGateError.
     """
     for dotted, value in settings.items():
         place, _, name = dotted.rpartition(".")

@@ -35,24 +35,24 @@ _LR = 3e-4
 class Chain:
     """Batches whose next token mostly follows from the last, and taps that tell the tokens."""
 
-    def __init__(self, case: Case, device: str) -> None:
+    def __init__(self, case: Case, num_steps: int, device: str) -> None:
         self._case, self._device = case, device
         draw = torch.Generator().manual_seed(1)
-        vocab, hidden = case.shapes.mask_token_id, case.shapes.hidden
-        self._after = torch.randperm(vocab, generator=draw).to(device)
-        self._taps = torch.randn(vocab, 5 * hidden, generator=draw).to(device, torch.bfloat16)
+        vocab, shape = case.shapes.mask_token_id, (num_steps, case.rows, case.length)
+        after = torch.randperm(vocab, generator=draw)
+        self._ids = torch.randint(vocab, shape, generator=draw)
+        jumps = torch.rand(shape, generator=draw) < 0.1
+        for place in range(1, case.length):
+            follows = after[self._ids[..., place - 1]]
+            self._ids[..., place] = torch.where(jumps[..., place], self._ids[..., place], follows)
+        taps = torch.randn(vocab, 5 * case.shapes.hidden, generator=draw)
+        self._taps = taps.to(device, torch.bfloat16)
 
     def batch(self, step: int, seed: int) -> Prepared:
         """Return the batch of a step; ``seed`` draws the anchors."""
-        draw = torch.Generator().manual_seed(step)
         plain = make_batch(self._case, "cpu", seed=seed * 100003 + step)
-        ids = plain.input_ids.clone().to(self._device)
-        jump = (torch.rand(ids.shape, generator=draw) < 0.1).to(self._device)
-        for place in range(1, ids.shape[1]):
-            follows = self._after[ids[:, place - 1]]
-            ids[:, place] = torch.where(jump[:, place], ids[:, place], follows)
-        batch = replace(plain.to(self._device), input_ids=ids)
-        return Prepared(batch, self._taps[ids])
+        batch = replace(plain, input_ids=self._ids[step]).to(torch.device(self._device))
+        return Prepared(batch, self._taps[batch.input_ids])
 
 
 def fused(case: Case, batches: list[Prepared], head: FrozenHead, device: str) -> list[float]:
@@ -112,7 +112,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options = parser.parse_args()
     device, case = options.device, _SMALL if options.device == "cuda" else _TINY
-    chain = Chain(case, device)
+    chain = Chain(case, options.steps, device)
     head = random_head(case.shapes, device, torch.bfloat16)
     drawn = [[chain.batch(step, seed) for step in range(options.steps)] for seed in (0, 1)]
     curves = {

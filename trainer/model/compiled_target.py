@@ -203,6 +203,9 @@ class DeltaLayer:
 
     def _run(self, inputs: list[Tensor], **boundaries: Tensor) -> Tensor:
         query, key, value, decay, beta = inputs
+        times = value.shape[2] // key.shape[2]
+        if times > 1 and recurrent_kernels.is_fallback(self.rule):  # older ones want equal numbers
+            query, key = (x.repeat_interleave(times, 2) for x in (query, key))
         out: Tensor = self.rule(query, key, value, g=decay, beta=beta, **boundaries)[0]
         return out
 

@@ -40,7 +40,8 @@ class CompiledFinding:
 
     sizes: tokens of a forward, all that are compiled; empty when the layers are the model's own.
     differences: of each tap from the model's own layers, relative, worst document. why_not: what
-    keeps the layers from being compiled. products: bfloat16, float32 or FP8 rows.
+    keeps the layers from being compiled; failed: that was the self-test. products: bfloat16,
+    float32 or FP8 rows.
     """
 
     sizes: tuple[int, ...] = ()
@@ -50,6 +51,7 @@ class CompiledFinding:
     seconds: float = 0.0
     products: str = ""
     why_not: str = ""
+    failed: bool = False
 
     @property
     def passed(self) -> bool:
@@ -81,8 +83,7 @@ class Settled:
     @property
     def warnings(self) -> list[str]:
         """What a run should not pass over: compiled layers that failed their self-test."""
-        failed = self.compiled.differences and not self.compiled.passed
-        return [str(self.compiled)] if failed else []
+        return [str(self.compiled)] if self.compiled.failed else []
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -128,7 +129,6 @@ def settle(
     target.compiled = made
     finding = replace(
         finding,
-        why_not="",
         num_graphs=gate.stats.num_graphs - graphs,
         seconds=time.monotonic() - began,
     )
@@ -151,6 +151,26 @@ def why_not(target: Target, config: TargetConfig, *, compiles: bool) -> str:
 
 
 def _tested(target: Target, made: CompiledTarget, gate: CompileGate, fp8: str) -> CompiledFinding:
+    """Say by how much the compiled layers differ from the model's own."""
+    try:
+        differences = _differences(target, made, gate)
+    # What a kernel of another version says to arguments that it does not know.
+    except (ValueError, TypeError, NotImplementedError, AssertionError) as error:
+        said = " ".join(str(error).split())
+        return CompiledFinding(failed=True, why_not=f"the self-test cannot run: {said}")
+    dtype = str(target.dtype).removeprefix("torch.")
+    finding = CompiledFinding(
+        sizes=made.sizes,
+        differences=differences,
+        tolerance=TOLERANCES[target.dtype] if fp8 == OFF else _FP8_TOLERANCE,
+        products=dtype if fp8 == OFF else f"FP8 {fp8}",
+    )
+    if finding.passed:
+        return finding
+    return replace(finding, failed=True, why_not="the self-test failed")
+
+
+def _differences(target: Target, made: CompiledTarget, gate: CompileGate) -> tuple[float, ...]:
     """Compare documents of many lengths in one row, and two that fill it, with each alone."""
     spread = torch.arange(made.sizes[0]) * 7919 % target.head.embedding.shape[0]
     taps = len(target.target_layer_ids)
@@ -164,14 +184,7 @@ def _tested(target: Target, made: CompiledTarget, gate: CompileGate, fp8: str) -
         key = ("target", str(target.device), made.sizes[0], len(documents))
         for one, alone in zip(*gate.run(key, both, library=True), strict=True):
             worst = torch.maximum(worst, _relative(one, alone, taps))
-    dtype = str(target.dtype).removeprefix("torch.")
-    return CompiledFinding(
-        sizes=made.sizes,
-        differences=tuple(worst.tolist()),
-        tolerance=TOLERANCES[target.dtype] if fp8 == OFF else _FP8_TOLERANCE,
-        products=dtype if fp8 == OFF else f"FP8 {fp8}",
-        why_not="the self-test failed",
-    )
+    return tuple(worst.tolist())
 
 
 def _relative(found: Tensor, wanted: Tensor, taps: int) -> Tensor:

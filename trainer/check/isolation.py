@@ -17,6 +17,7 @@ from trainer.loss import block_hidden
 from trainer.model.attention import FlexAttention, Mask
 from trainer.model.draft import DraftModel
 from trainer.model.masks import SLIDING, TILE, BlockLayout
+from trainer.model.spans import KEY_GRADIENT, span_tensors
 
 _BACKENDS_AGREE = 1e-4
 
@@ -45,9 +46,12 @@ def run_embeddings(draft: DraftModel, scene: Scene, embeddings: Tensor) -> Tenso
 
 def masks_of(draft: DraftModel, scene: Scene) -> dict[str, Mask]:
     """Return the masks of the scene's blocks, as the loss makes them."""
+    return draft.attention.masks(_layout(scene), draft.config.rules)
+
+
+def _layout(scene: Scene) -> BlockLayout:
     batch = scene.batch
-    layout = BlockLayout.of(batch.anchor_positions, batch.anchor_keep, batch.document_ids)
-    return draft.attention.masks(layout, draft.config.rules)
+    return BlockLayout.of(batch.anchor_positions, batch.anchor_keep, batch.document_ids)
 
 
 def _all_see(mask: Mask) -> bool:
@@ -306,9 +310,11 @@ def _rule(subject: Subject, kind: str, scene: Scene) -> Callable[[int, int, int]
 
 
 def backends_agree(subject: Subject) -> str:
-    """Block-sparse flex attention, which GPUs train with, gives what dense attention gives."""
+    """The spans and tiles that GPUs train with are the dense mask; flex gives what dense gives."""
     scene, draft = subject.wide_scene, subject.small_draft()
     dense, dense_masks = run_blocks(draft, scene), masks_of(draft, scene)
+    for kind, rule in draft.config.rules.items():
+        _compare_spans(kind, span_tensors(_layout(scene), rule), dense_masks[kind])
     draft.attention = FlexAttention(None)
     for kind, tiles in masks_of(draft, scene).items():
         _compare_tiles(kind, tiles, dense_masks[kind])
@@ -318,7 +324,32 @@ def backends_agree(subject: Subject) -> str:
     error = float((dense - sparse).abs().max())
     if not error <= _BACKENDS_AGREE:
         raise FaultFoundError(f"flex and dense attention differ by {error:.2g} in fp32")
-    return f"flex and dense attention agree within {error:.1g}, and tile by tile"
+    return f"flex and dense attention agree within {error:.1g}, and tile by tile; so do the spans"
+
+
+def _compare_spans(kind: str, spans: tuple[Tensor, Tensor, Tensor], dense: Mask) -> None:
+    """The spans are the dense mask's context, and the reach of a tile of keys leaves none out."""
+    assert isinstance(dense, Tensor)  # noqa: S101 - made by SdpaAttention
+    low, high, reach = (part[0] for part in spans)
+    length, seen = len(reach) * KEY_GRADIENT.keys, dense[0, 0]
+    context = seen[:, : seen.shape[1] - len(low)]
+    keys = torch.arange(context.shape[1], device=low.device)
+    wrong = context != ((keys >= low[:, None]) & (keys < high[:, None]))
+    looked_at, whole = torch.zeros(2, len(low), length, dtype=torch.bool).unbind()
+    for tile, edges in enumerate(reach.tolist()):
+        first, first_whole, end_whole, end = (edge * KEY_GRADIENT.queries for edge in edges)
+        columns = slice(tile * KEY_GRADIENT.keys, (tile + 1) * KEY_GRADIENT.keys)
+        looked_at[first:end, columns] = True
+        whole[first_whole:end_whole, columns] = True
+    covered = slice(context.shape[1])
+    for pairs, what in (
+        (wrong, "is seen by the one and hidden by the other of span and mask"),
+        (context & ~looked_at[:, covered], "is out of the reach of its keys"),
+        (whole[:, covered] & ~context, "is hidden, but in a tile that counts as whole"),
+    ):
+        if bool(pairs.any()):
+            query, key = pairs.nonzero()[0].tolist()
+            raise FaultFoundError(f"{kind}: the pair of query {query} and key {key} {what}")
 
 
 def _compare_tiles(kind: str, tiles: Mask, dense: Mask) -> None:

@@ -6,7 +6,7 @@ and values of the context and of the blocks come apart: only some backends have 
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeAlias, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -14,15 +14,13 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from trainer.compile_gate import CompileGate
-from trainer.model.masks import BlockLayout, MaskRule, block_mask, context_spans, dense_mask
-
-if TYPE_CHECKING:  # it imports Triton, which a CPU has no use for
-    from trainer.model.span_kernels import Spans
+from trainer.model.masks import BlockLayout, MaskRule, block_mask, dense_mask
+from trainer.model.spans import Spans, span_tensors
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-Mask: TypeAlias = "Tensor | BlockMask | Spans"
+Mask = Tensor | BlockMask | Spans
 KeyValue = tuple[Tensor, Tensor]
 
 
@@ -106,27 +104,22 @@ class SpanAttention:
     """
 
     def __init__(self, gate: CompileGate) -> None:
-        from trainer.model.span_kernels import Spans, reach_of, span_attention  # noqa: PLC0415
+        from trainer.model.span_kernels import span_attention  # noqa: PLC0415 - needs Triton
 
-        self._gate, self._spans, self._attend = gate, Spans, span_attention
-
-        def spans(layout: BlockLayout, rule: MaskRule) -> tuple[Tensor, Tensor, Tensor]:
-            low, high = context_spans(layout, rule)
-            return low, high, reach_of(low, high, layout.documents.shape[1])
-
-        self._made = gate.wrap(spans)
+        self._gate, self._attend = gate, span_attention
+        self._tensors = gate.wrap(span_tensors)
 
     def masks(self, layout: BlockLayout, rules: dict[str, MaskRule]) -> dict[str, Mask]:
         """Return one Spans for each layer type."""
         with torch.no_grad():
             return {
-                kind: self._spans(rule.block_size, rule.causal, *self._made(layout, rule))
+                kind: Spans(rule.block_size, rule.causal, *self._tensors(layout, rule))
                 for kind, rule in rules.items()
             }
 
     def attend(self, query: Tensor, context: KeyValue, own: KeyValue, mask: Mask) -> Tensor:
         """Attend through the kernels."""
-        if not isinstance(mask, self._spans):
+        if not isinstance(mask, Spans):
             raise TypeError(f"spans were given a {type(mask).__name__}; make masks with .masks()")
         return self._attend(query, context, own, mask)
 

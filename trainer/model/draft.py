@@ -188,9 +188,9 @@ class DraftModel(nn.Module):
             key, value = layer.self_attn.keys_values(normed, rotary)
             key = torch.cat((cache.keys[i], key), 1)
             value = torch.cat((cache.values[i], value), 1)
-            heads_first = (part.transpose(1, 2) for part in (query, key, value))
+            query, key, value = (part.transpose(1, 2) for part in (query, key, value))
             attended = F.scaled_dot_product_attention(
-                *heads_first, attn_mask=masks[self.config.layer_types[i]], enable_gqa=True
+                query, key, value, attn_mask=masks[self.config.layer_types[i]], enable_gqa=True
             )
             x = layer.finish(x, attended.transpose(1, 2), kept)
         out: Tensor = self.norm(x)

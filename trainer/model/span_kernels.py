@@ -6,7 +6,6 @@ Context and block keys stay apart and are never joined. Everything is determinis
 CUDA only; imported where used. Source of the algorithm: FlashAttention-2, arXiv 2307.08691.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,71 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trainer.errors import TargetError
+from trainer.model.spans import KEY_GRADIENT, Spans, Tiles
+
 _LOG2_E = 1.4426950408889634
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """Sizes of a kernel's tiles: queries, keys, and how Triton runs it."""
-
-    queries: int
-    keys: int
-    num_warps: int
-    num_stages: int
 
 
 # Measured on an H200 with heads of 128 (docs/benchmarks.md).
 FORWARD = Tiles(64, 64, 4, 3)
-KEY_GRADIENT = Tiles(64, 64, 4, 2)
 QUERY_GRADIENT = Tiles(64, 64, 4, 2)
-
-
-@dataclass(frozen=True)
-class Spans:
-    """What the queries of a batch see, for one rule.
-
-    block_size: slots of a block. causal: a slot sees no later slot of its block. low, high: context
-    keys low <= key < high; equal where none. reach: for each tile of KEY_GRADIENT.keys context keys
-    the tiles of KEY_GRADIENT.queries queries that see it, [first, first whole, end whole, end):
-    those between the inner two see every key of it. Shapes: low, high [R, Q] int32, reach
-    [R, tiles, 4] int32.
-    """
-
-    block_size: int
-    causal: bool
-    low: Tensor
-    high: Tensor
-    reach: Tensor
-
-
-def reach_of(low: Tensor, high: Tensor, length: int, tiles: Tiles | None = None) -> Tensor:
-    """Return Spans.reach of a context of ``length`` keys. Shapes: [R, Q] twice -> [R, tiles, 4]."""
-    size = tiles or KEY_GRADIENT
-    rows, num_queries = low.shape
-    missing = -num_queries % size.queries
-    # A query past the end sees nothing: it neither reaches a tile nor leaves one whole.
-    low = torch.nn.functional.pad(low, (0, missing)).view(rows, -1, 1, size.queries)
-    high = torch.nn.functional.pad(high, (0, missing)).view(rows, -1, 1, size.queries)
-    start = torch.arange(-(-length // size.keys), device=low.device)[:, None] * size.keys
-    stop = (start + size.keys).clamp(max=length)
-    sees = ((low < stop) & (high > start) & (low < high)).any(-1)
-    whole = ((low <= start) & (high >= stop)).all(-1)
-    edges = (*_edges(sees), *_edges(whole & sees))
-    first, end, first_whole, end_whole = edges
-    # Without a whole tile both inner edges stand at the end.
-    none = first_whole >= end_whole
-    first_whole = torch.where(none, end, first_whole)
-    end_whole = torch.where(none, end, end_whole)
-    return torch.stack((first, first_whole, end_whole, end), -1).int().contiguous()
-
-
-def _edges(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Return first and end of the chosen of [R, query tiles, key tiles]: [R, key tiles] twice."""
-    count = chosen.shape[1]
-    number = torch.arange(count, device=chosen.device)[:, None]
-    first = torch.where(chosen, number, count).amin(1)
-    end = torch.where(chosen, number + 1, 0).amax(1)
-    return torch.minimum(first, end), end
+_NARROWEST_HEAD, _WIDEST_HEAD = 16, 256
 
 
 def span_attention(
@@ -87,8 +31,14 @@ def span_attention(
     """Attend with grouped heads; differentiable in all five.
 
     Shapes: query [R, Q, H, d], context keys and values [R, S, K, d], own [R, Q, K, d] ->
-    [R, Q, H, d]. d is a power of two of at least 16.
+    [R, Q, H, d]. Raises: TargetError unless d is a power of two from 16 to 256.
     """
+    dim = query.shape[-1]
+    if dim & (dim - 1) or not _NARROWEST_HEAD <= dim <= _WIDEST_HEAD:
+        raise TargetError(
+            f"draft.head_dim {dim}: the kernels want a power of two from {_NARROWEST_HEAD} to"
+            f" {_WIDEST_HEAD}; set compile.attention to flex"
+        )
     apply: Any = _SpanAttention.apply  # torch gives it no types
     out: Tensor = apply(query, *context, *own, spans)
     return out

@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 from trainer.model.masks import BlockLayout, MaskRule, block_mask, dense_mask, mask_mod, rule_of
+from trainer.model.spans import KEY_GRADIENT, reach_of, span_tensors
 
 
 def layout_of(
@@ -135,6 +136,32 @@ def test_tiles_from_sorted_anchors_show_exactly_the_dense_mask(
     for causal in (False, True):
         rule = MaskRule(block_size, window, causal)
         assert torch.equal(expanded(layout, rule), dense_mask(layout, rule))
+
+
+@pytest.mark.parametrize(("block_size", "window", "length", "num_anchors"), CASES)
+def test_spans_are_the_context_of_the_dense_mask_and_their_reach_leaves_nothing_out(
+    block_size: int, window: int | None, length: int, num_anchors: int
+):
+    layout = random_layout(block_size, length, num_anchors)
+    rule = MaskRule(block_size, window)
+    low, high, reach = span_tensors(layout, rule)
+    context = dense_mask(layout, rule)[:, 0, :, :length]
+    keys = torch.arange(length)
+    assert torch.equal(context, (keys >= low[..., None]) & (keys < high[..., None]))
+    queries, size = KEY_GRADIENT.queries, KEY_GRADIENT.keys
+    for row in range(2):
+        for tile, (first, first_whole, end_whole, end) in enumerate(reach[row].tolist()):
+            part = context[row, :, tile * size : (tile + 1) * size]
+            assert not part[: first * queries].any()
+            assert not part[end * queries :].any()
+            assert part[first_whole * queries : end_whole * queries].all()
+            assert first <= first_whole <= end_whole <= end
+
+
+def test_reach_counts_no_tile_as_whole_between_two_whole_ones():
+    # the first and the last 64 queries see all 64 keys, those between them only the first key
+    high = torch.tensor([[64] * 64 + [1] * 64 + [64] * 64], dtype=torch.int32)
+    assert reach_of(torch.zeros_like(high), high, 64, KEY_GRADIENT).tolist() == [[[0, 0, 1, 3]]]
 
 
 @pytest.mark.parametrize(("block_size", "window", "length", "num_anchors"), CASES)

@@ -17,6 +17,7 @@ import importlib
 import json
 import os
 import random
+import re
 import select
 import signal
 import sys
@@ -215,13 +216,17 @@ def _lines(descriptor: int, ends: float, silence_s: float) -> Iterator[bytes]:
 
 
 def stacks(said: str) -> list[str]:
-    """Return the innermost frames of each thread out of what faulthandler wrote."""
-    stacks = []
-    for block in said.split("hread 0x")[1:]:
+    """Return the innermost frames of each thread out of what faulthandler wrote.
+
+    Of a crash the thread that crashed is marked.
+    """
+    found = []
+    for block in re.split(r"(?m)^(?=(?:Current t|T)hread 0x)", said)[1:]:
         frames = [line.strip() for line in block.splitlines()[1:] if line.startswith("  File")]
         short = [frame.replace(str(Path(torch.__file__).parent), "torch") for frame in frames]
-        stacks.append(" < ".join(short[:_TOLD_FRAMES]))
-    return stacks
+        mark = "crashed in " if block.startswith("Current") and "Fatal" in said else ""
+        found.append(mark + " < ".join(short[:_TOLD_FRAMES]))
+    return found
 
 
 def preload(work: Work, limits: Limits) -> None:

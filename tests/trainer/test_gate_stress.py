@@ -55,6 +55,7 @@ def test_start_that_crashes_or_hangs_is_told_with_its_stacks() -> None:
     crashed, hung = (fork_start("gate", 0, start, limits) for start in (crash, hang))
     assert (crashed.crashed, crashed.hung, crashed.steps) == (1, 0, 1)
     assert crashed.errors == {"SIGSEGV": 1}
+    assert crashed.stacks[0].startswith("crashed in File")
     assert "in crash" in crashed.stacks[0]
     assert (hung.crashed, hung.hung, hung.steps) == (0, 1, 1)
     assert "in hang" in hung.stacks[0]

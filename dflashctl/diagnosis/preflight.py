@@ -92,6 +92,8 @@ class Preflight:
         if abs(skew_s) > SKEW_S:
             way = "ahead of" if skew_s > 0 else "behind"
             yield f"the clock of {place} is {abs(skew_s):.0f} s {way} the one here; see {doctor}"
+        for name in self.config.compile.experiments:
+            yield f"{name} is an experiment: the run may crash, hang or be slow, and is marked"
 
 
 def _no_room(text: str, place: str, code: str) -> RefusedError:

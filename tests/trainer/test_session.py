@@ -81,6 +81,12 @@ def test_draft_learns_chats_that_count_upwards(make_run: MakeRun) -> None:
     assert steps[-1]["loss"] < steps[0]["loss"]
 
 
+def test_run_in_rows_of_declared_lengths_trains(make_run: MakeRun) -> None:
+    run_dir = make_run(data={"row_lengths": [12, 32]})
+    assert _train(run_dir) is TrainerExit.FINISHED
+    assert _events(run_dir, "step")[-1]["loss"] > 0
+
+
 def test_packed_run_trains(make_run: MakeRun) -> None:
     run_dir = make_run(data={"packing": True, "max_anchors": 8})
     assert _train(run_dir) is TrainerExit.FINISHED

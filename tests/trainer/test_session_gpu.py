@@ -92,6 +92,18 @@ def test_rows_of_many_lengths_compile_one_at_a_time_while_others_train(make_run:
     assert all(event["expected"] for event in compiles)
 
 
+def test_declared_row_lengths_compile_in_the_warm_up_alone(make_run: MakeRun) -> None:
+    rows = {"max_length": 32, "token_budget": 128, "max_batch_size": 3, "row_lengths": [12, 32]}
+    run_dir = _on_gpus(make_run(**CUDA, data=rows))
+    assert Session(run_dir, resume=False).train() is TrainerExit.FINISHED
+    compiles = _events(run_dir, "compile")
+    assert {event["thread"] for event in compiles} == {"MainThread"}
+    assert not any(event["sealed"] or event["fallback"] for event in compiles)
+    assert {event["device"] for event in compiles} == {"cuda:0"}
+    (started,) = _events(run_dir, "started")
+    assert started["num_compiles"] == sum(event["num_graphs"] for event in compiles)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_drafters_keep_identical_replicas(make_run: MakeRun, dtype: str) -> None:
     draft = CUDA["draft"] | {"dtype": dtype}

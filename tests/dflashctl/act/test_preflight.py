@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from dflashctl.diagnosis.preflight import Preflight, least_checkpoint_bytes
 from dflashctl.errors import ExitCode, RefusedError
 from dflashctl.lab.site import Lab
 from tests.dflashctl.act.conftest import Project, write_model, write_project
-from trainer.contract.config import OptimConfig, TrainConfig
+from trainer.contract.config import CompileConfig, OptimConfig, TrainConfig
 
 GIB = 1 << 30
 TARGET = {
@@ -35,6 +36,12 @@ def preflight(*, free_bytes: int = 1 << 42, free_inodes: int = 10**6, **room: An
         "target": TARGET,
     }
     return Preflight(TrainConfig(), plain | room, on_gpus=True)
+
+
+def test_an_experiment_is_told_before_the_launch() -> None:
+    config = TrainConfig(compile=CompileConfig(gate="off"))
+    (told,) = replace(preflight(), config=config).warnings("kpro6/200", 0.0)
+    assert told.startswith("compile.gate=off is an experiment: the run may crash, hang or be slow")
 
 
 def test_the_least_a_checkpoint_takes_is_weights_and_moments_of_the_layers() -> None:

@@ -151,6 +151,27 @@ def test_draft_loss_is_the_weighted_cross_entropy_of_slots_1_on(
     assert sums.counts.tolist() == [3, 3, 3]
 
 
+def test_row_without_documents_changes_neither_loss_nor_gradients(
+    draft_config: MakeConfig, train_config: MakeTrainConfig
+):
+    draft, head, batch, taps = toy(draft_config)
+    alone, gradients = run((draft, head, batch, taps), train_config())
+    empty = {
+        name: torch.cat((value, torch.zeros_like(value)))
+        for name, value in vars(batch).items()
+        if isinstance(value, Tensor)
+    }
+    empty["document_ids"][1] = -1
+    taller = replace(batch, **empty)  # type: ignore[arg-type]
+    beside, same = run(
+        (draft, head, taller, torch.cat((taps, torch.zeros_like(taps)))), train_config()
+    )
+    torch.testing.assert_close(beside.loss_sum, alone.loss_sum)
+    assert float(beside.weight_sum) == pytest.approx(float(alone.weight_sum))
+    assert beside.counts.tolist() == alone.counts.tolist()
+    torch.testing.assert_close(same, gradients)
+
+
 def test_accuracy_and_expected_accepted_follow_from_the_hits():
     hits = torch.tensor([[1, 1, 0], [0, 1, 1], [1, 1, 1]])
     accepted = hits.cumprod(-1).sum()  # 2 + 0 + 3

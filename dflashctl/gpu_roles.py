@@ -78,14 +78,29 @@ class Claim:
     def __init__(self, ways: Ways, holder: Holder) -> None:
         self.holder = holder
         self.taken_over: tuple[Lock, ...] = ()
+        self.is_confined = False
         self._ways = ways
         self._taken_at = time.monotonic()
         self._wanted: list[str] = []
 
-    def took(self, uuids: Sequence[str], taken_over: Sequence[Lock]) -> None:
-        """Note what was locked just now."""
+    def took(
+        self, uuids: Sequence[str], taken_over: Sequence[Lock], *, is_confined: bool = False
+    ) -> None:
+        """Note what was locked just now; ``is_confined``: on a machine that is a container."""
         self._wanted, self._taken_at = list(uuids), time.monotonic()
         self.taken_over = (*self.taken_over, *taken_over)
+        self.is_confined = is_confined
+
+    @property
+    def warning(self) -> str:
+        """Say what the locks do not hold off; "" when they hold off all."""
+        if not self.is_confined or self.holder.vmid is not None:
+            return ""
+        return (
+            f"{self.holder.host} is itself a container: its GPU locks are not seen by launches from"
+            " its node or from other containers with the same cards, nor theirs here; name the node"
+            " and the container in hosts.yaml instead, or share no card"
+        )
 
     def renew_if_due(self) -> None:
         """Take the same locks anew when half of their lease is over; raises as ``claim_roles``."""
@@ -209,7 +224,8 @@ def _lock(ways: Ways, hold: Claim, wanted: list[str]) -> Probe:
     conflicts = read_locks(taken, "conflicts")
     if conflicts:
         raise _locked(conflicts, answer, ways.place.label)
-    hold.took(taken["uuids"], read_locks(taken, "taken_over"))
+    found = read_locks(taken, "taken_over")
+    hold.took(taken["uuids"], found, is_confined=taken["confined"])
     return answer
 
 

@@ -36,7 +36,7 @@ def init(
     from dflashctl.operations.init import init as write
 
     result = write(directory / "hosts.yaml")
-    text = f"wrote {result.path}; edit it, then: dflashctl gpus\n"
+    text = f"wrote {result.path}; edit it, then: dflashctl doctor\n"
     show(current(ctx), result, text)
 
 

@@ -3,7 +3,7 @@
 STARTER = """\
 # hosts.yaml: the Proxmox VE hosts, their containers, and which GPU does what.
 # dflashctl looks for it here and in the directories above; --config FILE or DFLASHCTL_CONFIG
-# name another. Check it with: dflashctl gpus
+# name another. Check it with: dflashctl doctor
 version: 1
 
 hosts:

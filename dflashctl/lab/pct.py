@@ -6,22 +6,18 @@ read in pve-container 6.1.10; docs/lab.md says where this one differs. Every cal
 "TIME COMMAND VMID" to shared/pct_calls.log.
 """
 
-# pathlib would add to the start-up time of every call, of which there are many.
+# pathlib would add to the start-up time of every call, of which there are many; what only some
+# commands need is imported by them.
 # ruff: noqa: PTH103, PTH110, PTH120, PTH123, PTH208
 
-import ctypes
 import fcntl
 import grp
 import json
 import locale
 import os
 import pwd
-import random
 import re
-import shutil
 import signal
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -29,7 +25,7 @@ from typing import IO, Any, NoReturn
 
 STARTED = time.monotonic()
 LAB = "/var/lib/pve-lab"
-NODE = socket.gethostname()
+NODE = os.uname().nodename
 LXC = f"/var/lib/lxc/{NODE}"
 PATH = "/sbin:/bin:/usr/sbin:/usr/bin"  # the real one forces this for itself and all it starts
 CLONE_NEWNS = 0x20000
@@ -198,6 +194,8 @@ def is_running(vmid: str) -> bool:
 
 def init_pid(vmid: str) -> int:
     """The container's pid 1 as the host sees it."""
+    import subprocess
+
     argv = ["lxc-info", "-P", LXC, "-n", vmid, "-pH"]
     return int(subprocess.run(argv, capture_output=True, text=True, check=False).stdout or 0)
 
@@ -267,6 +265,8 @@ def do_exec(got: Values) -> NoReturn:
 
 def enter_mounts(vmid: str) -> None:
     """Move this process into the container's mount namespace."""
+    import ctypes
+
     fd = os.open(f"/proc/{init_pid(vmid)}/ns/mnt", os.O_RDONLY)
     if ctypes.CDLL(None, use_errno=True).setns(fd, CLONE_NEWNS):
         raise Die("failed to enter the container's mount namespace\n")
@@ -322,6 +322,8 @@ def create(path: str, got: Values) -> int:
 
 def copy(source: int, destination: int) -> None:
     """Copy until end of file. The real one ignores the result: a full disk truncates in silence."""
+    import shutil
+
     try:
         with os.fdopen(source, "rb") as reader, os.fdopen(destination, "wb", 0) as writer:
             shutil.copyfileobj(reader, writer, 1 << 20)
@@ -444,6 +446,8 @@ def do_unlock(got: Values) -> None:
 
 def lxc(program: str, *arguments: str) -> int:
     """Run one of LXC's programs quietly."""
+    import subprocess
+
     return subprocess.run(
         [program, "-P", LXC, *arguments],
         stdin=subprocess.DEVNULL,
@@ -539,6 +543,8 @@ def set_locale(*, warn: bool) -> None:
 
 def wait_like_perl(latency: str) -> None:
     """Let the call take LO to HI seconds, this program's own start included."""
+    import random
+
     low, high = map(float, latency.split(","))
     time.sleep(max(0.0, random.uniform(low, high) - (time.monotonic() - STARTED)))  # noqa: S311
 
@@ -550,7 +556,8 @@ def main(argv: list[str]) -> None:
     for name in ("SSL_CERT_FILE", "SSL_CERT_DIR"):
         os.environ.pop(name, None)
     set_locale(warn="locale_warning" in active)
-    wait_like_perl(active.get("latency", "0,0"))
+    if "latency" in active:
+        wait_like_perl(active["latency"])
     command = argv[0] if argv else ""
     got: Values = {}
     try:

@@ -200,6 +200,8 @@ class Lab:
         for the target and the rest for the drafter. `env` goes to every container.
         """
         site = SiteState(self.state)
+        # Threads of OpenMP that spin while they wait take a small machine's cores from the others.
+        variables = ({"OMP_WAIT_POLICY": "PASSIVE"} if cpu else {}) | dict(env or {})
         lines = ["version: 1", "hosts:"]
         for name, host in site.spec.hosts.items():
             lines += [
@@ -215,9 +217,9 @@ class Lab:
                 lines += [f"      {vmid}:", "        workspace: /workspace"]
                 lines += [f"        python: {json.dumps(python)}"]
                 lines += [f"        gpus: {_roles(host, cpu=cpu)}"]
-                if env:
+                if variables:
                     lines += ["        env:"]
-                    lines += [f"          {key}: {json.dumps(env[key])}" for key in env]
+                    lines += [f"          {k}: {json.dumps(v)}" for k, v in variables.items()]
         return "\n".join(lines) + "\n"
 
     def _refuse_to_start(self, spec: SiteSpec) -> None:

@@ -275,6 +275,8 @@ class _Locking:
         gpus, self.claim = take(Holder(*names, run_dir, token))
         for text in dict.fromkeys(lock.text() for lock in self.claim.taken_over):
             self.say(f"took over stale GPU locks: {text}")
+        if self.claim.warning:
+            self.say(f"warning: {self.claim.warning}")
         return gpus
 
     def found(self, manifest: Manifest) -> None:

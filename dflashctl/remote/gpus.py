@@ -37,6 +37,7 @@ HELD_MIB = 300  # what a driver reserves on an empty card stays below
 MAX_TEXT = 4000
 CONTAINER = re.compile(r"/lxc/([0-9]+)")
 PROC = Path("/proc")
+FIRST_PIDS = "pid:[4026531836]"  # PROC_PID_INIT_INO of the kernel: the namespace of the machine
 
 Json = dict[str, Any]
 
@@ -140,6 +141,11 @@ def trainer_among(pids: list[int]) -> int:
             if "-m" in words[:-1] and words[words.index("-m") + 1] == module:
                 return pid
     return pids[0]
+
+
+def is_confined() -> bool:
+    """Say whether this is a container, whose locks neither its node nor its neighbours see."""
+    return str((PROC / "self/ns/pid").readlink()) != FIRST_PIDS
 
 
 # ---- the driver
@@ -546,7 +552,8 @@ def claim(locks: Locks, driver: Driver, arguments: Json) -> Json:
         return {"claim": None} | look(driver, arguments.get("inside", {}))
     with locks.guarded():
         taken = locks.claim(sorted(uuids), arguments["claim"])
-    return {"claim": taken | {"uuids": uuids}} | look(driver, arguments.get("inside", {}))
+    seen = {"uuids": uuids, "confined": is_confined()}
+    return {"claim": taken | seen} | look(driver, arguments.get("inside", {}))
 
 
 def main(arguments: Json) -> Json:

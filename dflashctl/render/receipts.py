@@ -2,24 +2,25 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dflashctl.errors import DflashctlError
 from dflashctl.log_lines import clean
-from dflashctl.operations.data_doctor import DoctorResult
-from dflashctl.operations.deploy import DeployResult
-from dflashctl.operations.evaluate import EvaluateResult
-from dflashctl.operations.launch import LaunchResult
-from dflashctl.operations.push import PushResult
-from dflashctl.operations.stop import StopResult
-from dflashctl.operations.warmup import WarmupResult
 from dflashctl.render.failure import failure_fields
-from dflashctl.render.gpus import public_lock
 from dflashctl.render.tables import size
-from trainer.contract.manifest import Manifest
+
+if TYPE_CHECKING:  # a verb loads its own operation, and not those of the others
+    from dflashctl.operations.data_doctor import DoctorResult
+    from dflashctl.operations.deploy import DeployResult
+    from dflashctl.operations.evaluate import EvaluateResult
+    from dflashctl.operations.launch import LaunchResult
+    from dflashctl.operations.push import PushResult
+    from dflashctl.operations.stop import StopResult
+    from dflashctl.operations.warmup import WarmupResult
+    from trainer.contract.manifest import Manifest
 
 
-def deploy_text(result: DeployResult) -> str:
+def deploy_text(result: "DeployResult") -> str:
     """Return the receipt of ``deploy`` for one container."""
     name = f"{result.place}  release {result.digest[:12]}"
     change = f"+{len(result.added)} ~{len(result.changed)} -{len(result.removed)} files"
@@ -42,7 +43,7 @@ def deploy_text(result: DeployResult) -> str:
 
 
 def deploy_document(
-    results: Sequence[DeployResult], failures: Sequence[DflashctlError]
+    results: "Sequence[DeployResult]", failures: Sequence[DflashctlError]
 ) -> dict[str, Any]:
     """Return what ``deploy --json`` tells of every container."""
     return {
@@ -51,7 +52,7 @@ def deploy_document(
     }
 
 
-def push_text(result: PushResult) -> str:
+def push_text(result: "PushResult") -> str:
     """Return the receipt of ``push``."""
     head = f"{result.place}:{result.directory}  {len(result.sent)} files"
     if result.dry_run:
@@ -61,7 +62,7 @@ def push_text(result: PushResult) -> str:
     return f"{head}; {result.num_unchanged} unchanged\n"
 
 
-def pinned_text(manifest: Manifest) -> str:
+def pinned_text(manifest: "Manifest") -> str:
     """Return what a launch pinned, one fact a line."""
     commit = manifest.git_commit[:12] if manifest.git_commit else "none (installed package)"
     facts = [
@@ -81,14 +82,14 @@ def pinned_text(manifest: Manifest) -> str:
     return "".join(f"  {name:<11} {value}\n" for name, value in facts)
 
 
-def _devices(manifest: Manifest, role: str) -> str:
+def _devices(manifest: "Manifest", role: str) -> str:
     gpus = manifest.devices(role)
     if all(gpu.uuid is None for gpu in gpus):
         return f"cpu, {len(gpus)} thread{'s' if len(gpus) > 1 else ''}"
     return ", ".join(f"GPU {gpu.index} {str(gpu.uuid)[:12]}" for gpu in gpus)
 
 
-def launch_text(result: LaunchResult) -> str:
+def launch_text(result: "LaunchResult") -> str:
     """Return the receipt of ``launch``: what was seen, what was pinned, what to type next."""
     tag = result.manifest.tag
     verb = "resumed" if result.resumed else "launched"
@@ -107,7 +108,7 @@ def launch_text(result: LaunchResult) -> str:
     return f"{head}{pinned_text(result.manifest)}{_said(result)}next:\n{nexts}"
 
 
-def _said(result: LaunchResult) -> str:
+def _said(result: "LaunchResult") -> str:
     """Return the last line that its log had by then."""
     lines = [line for line in result.log if line.strip()]
     return f"  log says    {clean(lines[-1].encode())}\n" if lines else ""
@@ -123,7 +124,7 @@ def _last_of(record: dict[str, Any]) -> list[str]:
     ]
 
 
-def stop_text(result: StopResult) -> str:
+def stop_text(result: "StopResult") -> str:
     """Return what ``stop`` proved."""
     record = result.exit or {}
     if result.ended_before:
@@ -144,8 +145,10 @@ def stop_text(result: StopResult) -> str:
     return "\n".join(lines) + "\n"
 
 
-def stop_document(result: StopResult) -> dict[str, Any]:
+def stop_document(result: "StopResult") -> dict[str, Any]:
     """Return the document of ``stop``; the tokens of locks stay out of it."""
+    from dflashctl.render.gpus import public_lock
+
     return asdict(result) | {"locks_kept": [public_lock(lock) for lock in result.locks_kept]}
 
 
@@ -158,7 +161,7 @@ def warmup_progress(report: dict[str, Any]) -> str:
     return ""
 
 
-def warmup_text(result: WarmupResult) -> str:
+def warmup_text(result: "WarmupResult") -> str:
     """Return seconds and compiles of each drafter device."""
     lines = [f"{result.place}  warm: release {result.release[:12]}, cache {result.cache_dir}"]
     for report in result.devices:
@@ -168,18 +171,18 @@ def warmup_text(result: WarmupResult) -> str:
     return "\n".join(lines) + "\n"
 
 
-def doctor_text(result: DoctorResult) -> str:
+def doctor_text(result: "DoctorResult") -> str:
     """Return the trainer's own words, and where they were said."""
     return f"{result.place}  release {result.release[:12]}\n{result.report['text']}"
 
 
-def doctor_document(result: DoctorResult) -> dict[str, Any]:
+def doctor_document(result: "DoctorResult") -> dict[str, Any]:
     """Return the report without its words."""
     report = {k: v for k, v in result.report.items() if k not in ("kind", "v", "ok", "text")}
     return {"place": result.place, "release": result.release, **report}
 
 
-def evaluate_text(result: EvaluateResult) -> str:
+def evaluate_text(result: "EvaluateResult") -> str:
     """Return the figures of an evaluation; single prompts and differences are left to --json."""
     found = result.evaluation
     equal, asked = found.get("num_equal"), found.get("num_prompts")

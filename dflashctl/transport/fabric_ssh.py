@@ -290,7 +290,8 @@ def _open_error(
         tried = ", ".join(settings.identity_files) or "no key file"
         agent = "" if settings.identities_only else f" and {_num_agent_keys()} keys of the agent"
         why = f"{words.rstrip('.')} (user {settings.user}; tried {tried}{agent})"
-        return login_error(host.name, why=why, ssh_line=host.ssh_line)
+        files = settings.identity_files
+        return login_error(host.name, why=why, ssh_line=host.ssh_line, key_files=files)
     where = f"{settings.hostname}:{settings.port}"
     hint = f"try: {host.ssh_line} true"
     if isinstance(error, (socket.gaierror, UnicodeError)):  # UnicodeError: not even a name

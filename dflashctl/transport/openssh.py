@@ -220,7 +220,8 @@ def connection_error(stderr: str, host: Host) -> DflashctlError:
     if "host key is known" in stderr or "Host key verification failed" in stderr:
         return unknown_key_error(place, offered=lines[0].strip(), ssh_line=host.ssh_line)
     if "Permission denied (" in stderr or "Too many authentication failures" in stderr:
-        return login_error(place, why=last, ssh_line=host.ssh_line)
+        files = resolve(host).identity_files
+        return login_error(place, why=last, ssh_line=host.ssh_line, key_files=files)
     if re.search(r"Bad configuration option|Can't open user config|terminating, .* bad", stderr):
         return ConfigurationError(
             f"ssh cannot read its configuration: {last}",

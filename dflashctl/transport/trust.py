@@ -1,6 +1,12 @@
 """The errors of host keys and logins, in the same words for every way."""
 
+import base64
+from collections.abc import Iterable
+from pathlib import Path
+
 from dflashctl.errors import TrustError
+
+_SECURITY_KEYS = (b"sk-ssh-ed25519@openssh.com", b"sk-ecdsa-sha2-nistp256@openssh.com")
 
 
 def unknown_key_error(place: str, *, offered: str, ssh_line: str) -> TrustError:
@@ -35,12 +41,29 @@ def revoked_key_error(place: str, *, recorded: str) -> TrustError:
     )
 
 
-def login_error(place: str, *, why: str, ssh_line: str) -> TrustError:
-    """Return the error for a login that the host refused."""
-    return TrustError(
-        f"the host refused the login: {why}",
-        place=place,
-        code="auth",
-        hint=f"try: {ssh_line} true; name the key with identity_file in hosts.yaml, or load it "
-        "with ssh-add (a key with a passphrase works through the agent only)",
+def login_error(
+    place: str, *, why: str, ssh_line: str, key_files: Iterable[str] = ()
+) -> TrustError:
+    """Return the error for a login that the host refused; ``key_files`` were tried."""
+    on_tokens = [file for file in key_files if is_security_key(Path(file))]
+    hint = (
+        f"try: {ssh_line} true; name the key with identity_file in hosts.yaml, or load it "
+        "with ssh-add (a key with a passphrase works through the agent only)"
     )
+    if on_tokens:
+        hint = (
+            f"{on_tokens[0]} is a security key: plug it in and touch it when it blinks, with "
+            "`backend: openssh` in hosts.yaml; one that asks for a PIN works through the agent "
+            f"only, with any backend; try: {ssh_line} true"
+        )
+    return TrustError(f"the host refused the login: {why}", place=place, code="auth", hint=hint)
+
+
+def is_security_key(file: Path) -> bool:
+    """Say whether a private key file is a handle for a FIDO authenticator (ssh-keygen -t *-sk)."""
+    try:
+        lines = file.read_text("ascii").splitlines()
+        blob = base64.b64decode("".join(lines[1:-1]))
+    except (OSError, ValueError):
+        return False
+    return any(kind in blob for kind in _SECURITY_KEYS)

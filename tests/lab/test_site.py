@@ -375,6 +375,7 @@ def test_the_hosts_yaml_is_one_that_dflashctl_reads(lab_site: Lab, tmp_path: Pat
     on_cpu = load_inventory(path).one(["kpro7"]).container
     assert on_cpu
     assert (on_cpu.target, on_cpu.drafter) == (("cpu",), ("cpu",))
+    assert on_cpu.env == {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def test_a_host_of_hosts_yaml_is_reached_through_the_project_s_own_transport(

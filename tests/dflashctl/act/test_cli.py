@@ -193,7 +193,8 @@ def test_a_reader_that_left_before_the_first_line_is_met_quietly(
 
 def test_init_writes_hosts_yaml_that_loads(tmp_path: Path, project: Project) -> None:
     (project.root / "hosts.yaml").unlink()
-    assert project.run("init").returncode == 0
+    done = project.run("init")
+    assert (done.returncode, done.stdout.endswith("edit it, then: dflashctl doctor\n")) == (0, True)
     again = project.run("init")
     assert again.returncode == 3
     nowhere = project.run("init", "no/such")

@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 
 from dflashctl import remote
-from dflashctl.gpu_locks import Lock
+from dflashctl.gpu_locks import Holder, Lock
+from dflashctl.gpu_roles import Claim, Ways
+from dflashctl.inventory import Container, Host, Place
+from dflashctl.transport.local import LocalTransport
 from tests.dflashctl.act.conftest import wait_until
 
 # F35: a query of everything (-q) crashes this one as some drivers do.
@@ -102,7 +105,8 @@ def run_process(node: Node) -> Iterator[Callable[[str], subprocess.Popen[bytes]]
 
 
 def test_all_of_the_locks_are_taken_or_none_and_the_holder_is_named(node: Node) -> None:  # F41
-    assert node.claim("a", "1") == {"conflicts": [], "taken_over": [], "uuids": ["GPU-b"]}
+    taken = node.claim("a", "1")
+    assert (taken["conflicts"], taken["taken_over"], taken["uuids"]) == ([], [], ["GPU-b"])
     refused = node.claim("b", "0", "GPU-b")
     (holder,) = [Lock.of(raw) for raw in refused["conflicts"]]
     assert (holder.uuid, holder.tag, holder.by, holder.state) == (
@@ -226,3 +230,30 @@ def test_a_driver_that_ignores_signals_is_left_and_the_next_ask_starts_no_other(
 def test_a_slow_driver_is_waited_for(node: Node) -> None:  # F43
     node.smi(f"sleep 2.5; {ROWS}")
     assert len(node.ask("look")["gpus"]["rows"]) == 2
+
+
+@pytest.mark.lab
+def test_locks_taken_in_a_container_are_known_to_hold_off_nobody_outside(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    here_too = str(Path("/proc/self/ns/pid").readlink()) != "pid:[4026531836]"
+    assert node.claim("x", "0")["confined"] is here_too
+    order = {"action": "claim", "wanted": ["1"], "claim": node.wish("y")}
+    order |= {"directory": str(tmp_path / "inside")}
+    unshare = ["unshare", "--pid", "--fork", "--mount-proc"]
+    done = subprocess.run(
+        [*unshare, sys.executable, "-I", "-S", "-c", remote.program("gpus"), json.dumps(order)],
+        env=os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"},
+        capture_output=True,
+        check=True,
+        timeout=25,
+    )
+    assert json.loads(done.stdout)["claim"]["confined"] is True
+    here = LocalTransport("box")
+    place = Place(Host("box", "box", backend="local"), Container("box", None))
+    claim = Claim(Ways(place, here, here), Holder("y", "box", None, "/w/runs/y", "token"))
+    assert claim.warning == ""
+    claim.took(["GPU-b"], (), is_confined=True)
+    assert "box is itself a container: its GPU locks are not seen" in claim.warning
+    through_node = Claim(Ways(place, here, here), Holder("y", "box", 200, "/w/runs/y", "token"))
+    through_node.took(["GPU-b"], (), is_confined=True)  # a node may be a container of its own
+    assert through_node.warning == ""

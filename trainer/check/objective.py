@@ -113,6 +113,7 @@ def loss_value(subject: Subject) -> str:
                 f"the step's gradient norm is {once.grad_norm:.6g}, that of the weighted mean is"
                 f" {float(grad.norm()):.6g}: the sum is not divided by the sum of weights"
             )
+        _took_mean_gradient(subject, replica, grad)
         told = f"loss {value:.4f} and its gradient equal weighted cross-entropy; {told}"
     twice = _replica(subject)
     parts = [_train(subject, twice) for _ in range(2)]
@@ -184,6 +185,24 @@ def _plain_loss(replica: Replica, scene: Scene) -> tuple[float, Tensor]:
     loss = (each * weight).sum() / weight.sum()
     found = torch.autograd.grad(loss, [p for p in draft.parameters() if p.requires_grad])
     return float(loss.detach()), torch.cat([g.flatten() for g in found])
+
+
+def _took_mean_gradient(subject: Subject, replica: Replica, grad: Tensor) -> None:
+    """AdamW's first moments are those of the mean gradient, clipped."""
+    state, optim = replica.optimizer.state(), subject.sparse_scene.config.optim
+    clip = min(1.0, optim.clip_norm / float(grad.norm()))
+    trained = [(n, p) for n, p in replica.draft.named_parameters() if p.requires_grad]
+    pieces = zip(trained, torch.split(grad, [p.numel() for _, p in trained]), strict=True)
+    for (name, _), piece in pieces:
+        moment = state.get(f"{name}/exp_avg")
+        if moment is None:
+            continue
+        wanted = (1 - optim.betas[0]) * clip * piece
+        if not float((moment.flatten() - wanted).norm()) <= 0.01 * float(wanted.norm()) + 1e-12:
+            raise FaultFoundError(
+                f"AdamW took another gradient of {name} than the clipped mean: its first moment has"
+                f" norm {float(moment.norm()):.3g}, expected {float(wanted.norm()):.3g}"
+            )
 
 
 def _same_gradient(found: Tensor, wanted: Tensor) -> None:

@@ -2,6 +2,7 @@
 
     python -m benchmarks.round_trips gpus [--repeats 5]   # 16 containers on two hosts against one
     python -m benchmarks.round_trips flow [--repeats 5]   # the road to a first log line
+    python -m benchmarks.round_trips pull [--repeats 5]   # 200 MB to the laptop, equal by digest
 
 ``gpus`` takes turns between one container and all of them, so that other work on the machine slows
 both. ``flow`` types deploy (which verifies), gpus, and launch, whose receipt has a line of the log,
@@ -26,9 +27,11 @@ from benchmarks.fault_site import ENDLESS, HOST, PLACE, VMID, WORKSPACE, FaultSi
 from dflashctl.lab.interpreter import python_paths
 from dflashctl.lab.site import Lab
 from dflashctl.lab.spec import ContainerSpec, HostSpec, SiteSpec
+from trainer.contract.completion import digest_file
 
 LATENCY = "0.6,1.0"
 CONTAINERS_A_HOST = 8
+PULLED_BYTES = 200_000_000
 
 
 def many_containers() -> SiteSpec:
@@ -133,8 +136,27 @@ def measure_typed(site: FaultSite) -> None:
     print(f"typed by hand: {total_s:.2f} s in {len(steps)} commands")
 
 
+def measure_pull(site: FaultSite, repeats: int) -> None:
+    """Print what a pull of a run with 200 MB takes; each is compared by its digest."""
+    site.make_base(PULLED_BYTES)
+    here = site.project.root / "runs" / "base" / "export" / "weights"
+    there = site.shell(f"sha256sum {WORKSPACE}/runs/base/export/weights").split()[0]
+    times = []
+    for _ in range(repeats):
+        here.unlink(missing_ok=True)
+        times.append(timed(lambda: must(site, "-l", PLACE, "pull", "base")))
+        found = digest_file(here)
+        if found != there:
+            raise RuntimeError(f"the digest here is {found}, there {there}")
+        print(f"pull: 200 MB in {times[-1]:.2f} s, digest equal ({found[:12]})", flush=True)
+    print(f"pull: median {median(times):.2f} s")
+
+
 def _for_pct(command: str) -> str:
     return shlex.join(shlex.split(command)) if command.startswith("pct") else command
+
+
+MEASURES = {"gpus": measure_gpus, "flow": measure_flow, "pull": measure_pull}
 
 
 def main() -> int:
@@ -142,7 +164,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("gpus", "flow", "both"), nargs="?", default="both")
+    parser.add_argument("what", choices=(*MEASURES, "all"), nargs="?", default="all")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--typed", action="store_true", help="the road by hand as well")
     parser.add_argument("--backend", choices=("fabric", "openssh"), default="fabric")
@@ -152,18 +174,17 @@ def main() -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="trips-") as name:
             site = FaultSite(lab, Path(name))
-            site.close()  # here the start of an interpreter counts
             hosts = site.project.root / "hosts.yaml"
             backend = f"    backend: {args.backend}\n    address:"
             hosts.write_text(hosts.read_text().replace("    address:", backend))
             for host in (HOST, "kpro7"):
                 lab.fault(host, "latency", LATENCY)
-            if args.what != "flow":
-                measure_gpus(site, args.repeats)
-            if args.what != "gpus":
-                measure_flow(site, args.repeats)
+            for what, measure in MEASURES.items():
+                if args.what in (what, "all"):
+                    measure(site, args.repeats)
             if args.typed:
                 measure_typed(site)
+            site.close()
     finally:
         lab.down()
     return 0

@@ -7,6 +7,7 @@ a size, all of them compiled before training. Documents keep apart by constructi
 the delta rule are told where they begin, and the convolution reads no token before them.
 """
 
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -169,11 +170,15 @@ class AttentionLayer:
 
 @dataclass(frozen=True)
 class DeltaLayer:
-    """One layer of the gated delta rule; ``before`` and ``after`` are compiled, ``rule`` is not."""
+    """One layer of the gated delta rule; ``before`` and ``after`` are compiled, ``rule`` is not.
+
+    convolve: mixed, position, kernel -> heads; a kernel of its own or compiled.
+    """
 
     before: Callable[..., target_layers.DeltaInputs]
     after: Callable[..., tuple[Tensor, Tensor]]
     weights: tuple[DeltaWeights, MixedWeights]
+    convolve: Callable[[Tensor, Tensor, Tensor], target_layers.DeltaHeads]
     rule: Callable[..., Any]
 
     def __call__(
@@ -184,14 +189,13 @@ class DeltaLayer:
         layout: Layout,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the layer's input, and its output in two parts. Shapes: [T, D] each."""
-        found = self.before(hidden, made, layout.position, self.weights[0])
-        mixed = self._mix(found, layout).contiguous()
+        found = self.before(hidden, made, self.weights[0])
+        heads = self.convolve(found.mixed, layout.position, self.weights[0].convolution)
+        mixed = self._mix([*heads, found.decay, found.beta], layout).contiguous()
         return found.hidden, *self.after(found.hidden, mixed, found.gate, self.weights[1])
 
-    def _mix(self, found: target_layers.DeltaInputs, layout: Layout) -> Tensor:
+    def _mix(self, inputs: list[Tensor], layout: Layout) -> Tensor:
         """Run the delta rule from an empty state in each document. Shapes: -> [T, V, e]."""
-        names = ("query", "key", "value", "decay", "beta")
-        inputs: list[Tensor] = [getattr(found, name) for name in names]
         if layout.num_rows:
             rows = [_as_rows(x, layout.num_rows) for x in inputs]
             return self._run(rows).flatten(0, 1)
@@ -216,6 +220,7 @@ class _Kinds:
     def __init__(self, gate: CompileGate, weigh: Callable[[Tensor], Weight]) -> None:
         self._gate, self._weigh = gate, weigh
         self._made: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+        self._convolutions: dict[DeltaSizes, Callable[..., target_layers.DeltaHeads]] = {}
 
     def layer(self, layer: Any) -> AttentionLayer | DeltaLayer:
         if hasattr(layer, "linear_attn"):
@@ -271,7 +276,17 @@ class _Kinds:
         rule = recurrent_kernels.kernel_of(part, recurrent_kernels.DELTA_RULE)
         assert rule is not None  # noqa: S101 - why_unknown has looked
         mixed = self._mixed(layer, part.out_proj, part.norm)
-        return DeltaLayer(before, after, (weights, mixed), rule)
+        convolve = self._convolution(sizes, part.conv1d.weight.device)
+        return DeltaLayer(before, after, (weights, mixed), convolve, rule)
+
+    def _convolution(
+        self, sizes: DeltaSizes, device: torch.device
+    ) -> Callable[..., target_layers.DeltaHeads]:
+        if sizes not in self._convolutions:
+            made = _convolution_kernel(sizes) if device.type == "cuda" else None
+            plain = target_layers.convolve_heads(sizes)
+            self._convolutions[sizes] = made or self._gate.wrap(plain)
+        return self._convolutions[sizes]
 
     def _mixed(self, layer: Any, output: Any, mixed_norm: Any) -> MixedWeights:
         return MixedWeights(
@@ -401,6 +416,14 @@ def _attend_rows(rows: Sequence[Tensor], scale: float) -> Tensor:
         query, key, value, is_causal=True, scale=scale, enable_gqa=grouped
     )
     return out.transpose(1, 2)
+
+
+def _convolution_kernel(sizes: DeltaSizes) -> Callable[..., target_layers.DeltaHeads] | None:
+    from trainer.model import delta_kernels  # noqa: PLC0415 - Triton is there for CUDA alone
+
+    if not delta_kernels.fits(sizes):
+        return None
+    return functools.partial(delta_kernels.convolve_heads, sizes=sizes)
 
 
 def _norm(part: Any) -> Norm:

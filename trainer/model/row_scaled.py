@@ -1,9 +1,4 @@
-"""FP8 products whose operands carry one scale a row: e4m3 values, bfloat16 sums, fp32 scales.
-
-The product runs on the bare e4m3 values, and both scales are applied to its result, where a
-compiler fuses them into the next operation. That is the row-wise product to the last bit but one:
-bfloat16 keeps the same relative error at every size.
-"""
+"""FP8 products whose operands carry one scale a row: e4m3 values, fp32 scales, bfloat16 results."""
 
 from typing import NamedTuple
 
@@ -15,33 +10,32 @@ _SMALLEST = 1e-12  # of a row that is all zero
 
 
 class RowScaled(NamedTuple):
-    """A weight in FP8. Shapes: values [N, K] e4m3, scales [N] fp32, one [] fp32 (always 1)."""
+    """A weight in FP8. Shapes: values [N, K] e4m3, scales [1, N] fp32."""
 
     values: Tensor
     scales: Tensor
-    one: Tensor
 
 
 def quantise(weight: Tensor) -> RowScaled:
     """Return a weight as e4m3 with one scale an output channel. Shapes: [N, K]."""
     scales = weight.abs().amax(1).float().clamp(min=_SMALLEST) / _LARGEST
     values = (weight.float() / scales[:, None]).to(torch.float8_e4m3fn)
-    return RowScaled(values, scales, torch.ones((), device=weight.device))
+    return RowScaled(values, scales[None])
 
 
 def multiply(x: Tensor, weight: RowScaled) -> Tensor:
     """Return x @ weight.T with one scale a token, found here. Shapes: [T, K] -> [T, N] bfloat16."""
     wide = x.float()
     scales = wide.abs().amax(1, keepdim=True).clamp(min=_SMALLEST) / _LARGEST
-    bare: Tensor = torch._scaled_mm(
+    out: Tensor = torch._scaled_mm(
         (wide / scales).to(torch.float8_e4m3fn),
         weight.values.t(),
-        scale_a=weight.one,
-        scale_b=weight.one,
+        scale_a=scales,
+        scale_b=weight.scales,
         out_dtype=torch.bfloat16,
         use_fast_accum=True,
     )
-    return (bare.float() * scales * weight.scales).to(torch.bfloat16)
+    return out
 
 
 def why_not(device: torch.device, dtype: torch.dtype) -> str:

@@ -57,18 +57,23 @@ class AttentionInputs(NamedTuple):
 
 
 class DeltaInputs(NamedTuple):
-    """Shapes: query, key [T, K, d], value [T, V, e], decay (log, fp32), beta [T, V], gate as value.
-
-    hidden is the layer's input [T, D]; query and key have length 1.
+    """Shapes: hidden [T, D], the layer's input; mixed [T, C], to be convolved; decay (of the
+    logarithm, fp32) and beta [T, V]; gate [T, V, e].
     """
 
     hidden: Tensor
-    query: Tensor
-    key: Tensor
-    value: Tensor
+    mixed: Tensor
     decay: Tensor
     beta: Tensor
     gate: Tensor
+
+
+class DeltaHeads(NamedTuple):
+    """Shapes: query and key [T, K, d], of length 1; value [T, V, e]."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
 
 
 class AttentionWeights(NamedTuple):
@@ -192,21 +197,13 @@ def after_attention(
     return after
 
 
-def before_delta_rule(
-    sizes: DeltaSizes,
-) -> Callable[[Tensor, Tensor, Tensor, DeltaWeights], DeltaInputs]:
-    """Return the part before the delta rule: hidden and made [T, D], position [T], weights.
+def before_delta_rule(sizes: DeltaSizes) -> Callable[[Tensor, Tensor, DeltaWeights], DeltaInputs]:
+    """Return the part before the convolution: hidden and made [T, D], weights."""
+    norm, value_heads, value_dim = sizes.norm, sizes.num_value_heads, sizes.value_dim
+    value_width = value_heads * value_dim
+    widths = [2 * sizes.num_key_heads * sizes.key_dim + value_width, value_width]
 
-    position: of a token in its document; the convolution reads none before the first.
-    """
-    heads, dim, norm = sizes.num_key_heads, sizes.key_dim, sizes.norm
-    value_heads, value_dim = sizes.num_value_heads, sizes.value_dim
-    key_width, value_width = heads * dim, value_heads * value_dim
-    widths = [2 * key_width + value_width, value_width]
-
-    def before(
-        hidden: Tensor, made: Tensor, position: Tensor, weights: DeltaWeights
-    ) -> DeltaInputs:
+    def before(hidden: Tensor, made: Tensor, weights: DeltaWeights) -> DeltaInputs:
         hidden = hidden + made
         x = norm(hidden, weights.norm)
         whole = product(x, weights.product)
@@ -216,20 +213,33 @@ def before_delta_rule(
         else:
             mixed, gate = torch.split(whole, widths, -1)
             beta, step = functional.linear(x, weights.gates).chunk(2, -1)
-        mixed = functional.silu(_convolve(mixed, position, weights.convolution)).to(hidden.dtype)
-        query, key, value = torch.split(mixed, [key_width, key_width, value_width], -1)
         rate = -weights.log_rate.float().exp()
-        return DeltaInputs(
-            hidden,
-            _unit(query.view(-1, heads, dim)),
-            _unit(key.view(-1, heads, dim)),
-            value.view(-1, value_heads, value_dim),
-            rate * functional.softplus(step.float() + weights.step_bias.float()),
-            beta.sigmoid(),
-            gate.view(-1, value_heads, value_dim),
-        )
+        decay = rate * functional.softplus(step.float() + weights.step_bias.float())
+        gate = gate.view(-1, value_heads, value_dim)
+        return DeltaInputs(hidden, mixed, decay, beta.sigmoid(), gate)
 
     return before
+
+
+def convolve_heads(sizes: DeltaSizes) -> Callable[[Tensor, Tensor, Tensor], DeltaHeads]:
+    """Return the part between: mixed [T, C], position in the document [T], kernel [C, taps].
+
+    The convolution reads no token before its document's first.
+    """
+    heads, dim = sizes.num_key_heads, sizes.key_dim
+    value_heads, value_dim = sizes.num_value_heads, sizes.value_dim
+    widths = [heads * dim, heads * dim, value_heads * value_dim]
+
+    def convolve(mixed: Tensor, position: Tensor, kernel: Tensor) -> DeltaHeads:
+        wide = functional.silu(_convolve(mixed, position, kernel)).to(mixed.dtype)
+        query, key, value = torch.split(wide, widths, -1)
+        return DeltaHeads(
+            _unit(query.view(-1, heads, dim)),
+            _unit(key.view(-1, heads, dim)),
+            value.reshape(-1, value_heads, value_dim),
+        )
+
+    return convolve
 
 
 def after_delta_rule(

@@ -21,8 +21,8 @@ from trainer.model.target import ROWS, Target
 VOCAB = 64
 TAPS = (0, 1, 3)
 KINDS = ("llama", "qwen3", "hybrid-text", "hybrid")
-# Functions of a layer: two a kind, and a hybrid has two kinds.
-GRAPHS = {"llama": 2, "qwen3": 2, "hybrid-text": 4, "hybrid": 4}
+# Functions of a layer: two a kind; a hybrid has two kinds, and without Triton its convolution.
+GRAPHS = {"llama": 2, "qwen3": 2, "hybrid-text": 5, "hybrid": 5}
 # Beyond a chunk of 64 of the delta rule, and within the reach of its convolution of four.
 DOCUMENTS = [torch.arange(n) * 7 % VOCAB for n in (70, 1, 3, 30, 2)]
 
@@ -51,7 +51,7 @@ def features(made: Target, gate: CompileGate, documents: list[Tensor]) -> list[T
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_compiled_layers_give_the_taps_of_the_model_in_two_graphs_a_kind_and_size(
+def test_compiled_layers_give_the_taps_of_the_model_in_few_graphs_a_size(
     kind: str, gate: CompileGate
 ):
     made = target(kind)
@@ -154,11 +154,11 @@ def test_rows_of_a_quantised_weight_keep_three_bits_each_at_its_own_scale():
     weight = torch.randn(5, 64) * torch.tensor([1e-6, 1e-3, 1.0, 1e3, 0.0])[:, None]
     made = row_scaled.quantise(weight)
     assert made.values.dtype == torch.float8_e4m3fn
-    again = made.values.float() * made.scales[:, None]
+    again = made.values.float() * made.scales[0, :, None]
     # Normal numbers of e4m3 are within 1/16; smaller ones within half of the least step, 2**-10.
-    limit = torch.maximum(weight.abs() / 16, made.scales[:, None] * 2**-10)
+    limit = torch.maximum(weight.abs() / 16, made.scales[0, :, None] * 2**-10)
     assert bool(((again - weight).abs() <= limit * 1.001).all())
-    assert made.scales[:4].tolist() == pytest.approx((weight[:4].abs().amax(1) / 448).tolist())
+    assert made.scales[0, :4].tolist() == pytest.approx((weight[:4].abs().amax(1) / 448).tolist())
 
 
 def test_forwards_hold_every_document_once_in_the_sizes_that_cost_least():

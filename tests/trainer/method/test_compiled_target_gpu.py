@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from trainer.model import target_layers
+
 SCRIPT = """
 import json, sys
 import torch
@@ -66,6 +68,27 @@ def told() -> dict[str, Any]:
     done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=280, cwd=root)
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_convolution_kernel_equals_its_plain_form(dtype: torch.dtype):
+    from trainer.model import delta_kernels  # noqa: PLC0415 - Triton is there for CUDA alone
+
+    norm = target_layers.Norm(1e-6)
+    sizes = target_layers.DeltaSizes(2, 6, 64, 64, norm, norm)
+    assert delta_kernels.fits(sizes)
+    whole = torch.randn(37, 2 * 2 * 64 + 6 * 64 + 5, device="cuda", dtype=dtype)
+    x, kernel = whole[:, :-5], torch.randn(x_width(sizes), 4, device="cuda", dtype=dtype)
+    position = torch.cat([torch.arange(n) for n in (20, 1, 2, 14)]).int().cuda()
+    found = delta_kernels.convolve_heads(x, position, kernel, sizes)
+    wanted = target_layers.convolve_heads(sizes)(x, position, kernel)
+    limit = 2e-6 if dtype == torch.float32 else 1e-2
+    for one, plain in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, plain, atol=limit, rtol=limit)
+
+
+def x_width(sizes: target_layers.DeltaSizes) -> int:
+    return 2 * sizes.num_key_heads * sizes.key_dim + sizes.num_value_heads * sizes.value_dim
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])

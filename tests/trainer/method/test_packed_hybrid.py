@@ -149,7 +149,7 @@ def test_packed_hybrid_is_refused_where_one_kernel_runs_on(told: dict[str, Any],
 def test_compiled_layers_hand_the_boundaries_to_the_delta_rule(told: dict[str, Any]):
     assert told["compiled"]["sizes"] == [128]
     assert max(told["compiled"]["differences"]) < 1e-5
-    assert told["compiled"]["num_graphs"] == 4
+    assert told["compiled"]["num_graphs"] == 5
 
 
 def test_compiled_layers_are_not_taken_when_the_delta_rule_runs_on(told: dict[str, Any]):

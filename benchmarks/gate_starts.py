@@ -264,7 +264,7 @@ def take_start(way: Way, runs: CountedRuns, work: Work, tell: Tell) -> None:
         {shape: Case(thread, shape, work.device_of(thread)) for shape in range(work.shapes)}
         for thread in range(work.threads)
     ]
-    barrier = threading.Barrier(work.threads)
+    barrier, end = threading.Barrier(work.threads), threading.Barrier(work.threads)
 
     def steps(thread: int) -> Iterator[dict[str, Any]]:
         try:
@@ -281,6 +281,9 @@ def take_start(way: Way, runs: CountedRuns, work: Work, tell: Tell) -> None:
             torch.cuda.set_device(work.device_of(thread))
         for done in steps(thread):
             tell({"thread": thread} | done)
+        # torch 2.11 built for CUDA, where there is no GPU, crashes in the next compile once a thread
+        # that compiled has ended, also when no two ever ran at a time: so all end together.
+        end.wait()
 
     threads = [way.spawn(lambda t=t: work_through(t), f"gpu-{t}") for t in range(work.threads)]  # type: ignore[misc]
     for thread in threads:

@@ -230,8 +230,9 @@ class CompileGate:
         must_compile = self._wraps and not (library or self._settings.caching_precompile)
         wanted = _Pass(key, self._is_seen(key), sealed=self._sealed, must_compile=must_compile)
         try:
-            if not self._guards or self._nested():
-                self._count_unguarded(key)
+            if not self._guards:
+                return self._run_unguarded(wanted, fn)
+            if self._nested():
                 return fn()
             with self._hold(wanted):
                 return fn()
@@ -295,6 +296,20 @@ class CompileGate:
         """Return which side this thread holds: "", "shared" or "exclusive"."""
         side: str = getattr(self._depth, "side", "")
         return side
+
+    def _run_unguarded(self, wanted: _Pass, fn: Callable[[], R]) -> R:
+        """Run a step without a lock; what other threads compile meanwhile counts here as well."""
+        self._count_unguarded(wanted.key)
+        if not self._settings.compile:
+            return fn()
+        began, before = time.monotonic(), Counted.now()
+        done = fn()
+        made = Counted.now().since(before)
+        if made.num_graphs:
+            with self._condition:
+                self.stats.num_graphs += made.num_graphs
+            self._tell(wanted.name, time.monotonic() - began, made, expected=False)
+        return done
 
     def _count_unguarded(self, key: Hashable) -> None:
         with self._condition:

@@ -281,8 +281,8 @@ def take_start(way: Way, runs: CountedRuns, work: Work, tell: Tell) -> None:
             torch.cuda.set_device(work.device_of(thread))
         for done in steps(thread):
             tell({"thread": thread} | done)
-        # torch 2.11 built for CUDA, where there is no GPU, crashes in the next compile once a thread
-        # that compiled has ended, also when no two ever ran at a time: so all end together.
+        # Where there is no GPU, torch 2.11 built for CUDA crashes in the next compile once a thread
+        # that compiled has ended, even when no two ever ran at a time: so all end together.
         end.wait()
 
     threads = [way.spawn(lambda t=t: work_through(t), f"gpu-{t}") for t in range(work.threads)]  # type: ignore[misc]

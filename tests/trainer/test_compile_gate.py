@@ -315,20 +315,6 @@ def test_compile_with_the_gate_off_is_told_as_one_outside_of_it() -> None:
         torch._dynamo.reset()
 
 
-def test_compile_with_the_gate_off_is_told_as_one_outside_of_it() -> None:
-    events: list[CompileEvent] = []
-    torch._dynamo.reset()
-    gate = CompileGate(GateSettings(backend="eager", gate=False), on_event=events.append)
-    try:
-        double = gate.wrap(lambda x: x * 2)
-        for size in (3, 3, 5):
-            assert gate.run(size, functools.partial(double, torch.ones(size))).numel() == size
-        assert [(e.key, e.num_graphs, e.expected) for e in events] == [("3", 1, False), ("5", 1, False)]
-    finally:
-        gate.close()
-        torch._dynamo.reset()
-
-
 def test_flex_attention_that_would_run_dense_is_an_error(gate: CompileGate) -> None:
     flex._WARNINGS_SHOWN.clear()  # it warns once in a process
     with gate.step("key"), pytest.raises(UserWarning, match=r"called without torch\.compile"):

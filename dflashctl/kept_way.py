@@ -63,16 +63,22 @@ class KeptWay(Transport):
         on_stderr: Sink | None = None,
     ) -> Finished:
         """Run ``argv`` in what is entered already, or enter. Raises: as the inner way."""
-        if self._session is None or self._session.over:
-            self.leave()
-            self._session = _Session(self._inner, self._python)
         limits = Limits(self.place, deadline_s, silence_s)
         command = _Command(argv, stdin, on_stdout, on_stderr)
         try:
-            return self._session.run(command, limits)
+            return self._entered().run(command, limits)
+        except _UnsentError:
+            self.leave()  # what was entered had ended since the last command
+            return self._entered().run(command, limits)
         except BaseException:
             self.leave()  # nobody reads what it still says
             raise
+
+    def _entered(self) -> "_Session":
+        if self._session is None or self._session.over:
+            self.leave()
+            self._session = _Session(self._inner, self._python)
+        return self._session
 
     def enter(self) -> None:
         """Begin to connect and enter without waiting for it; the first command raises what fails.
@@ -110,6 +116,7 @@ class _Command:
     ) -> None:
         self.stderr = bytearray()
         self.error: BaseException | None = None  # of its source of stdin
+        self.is_sent = False
         self._argv = list(argv)
         self._stdin = stdin
         self._on_stdout, self._on_stderr = on_stdout, on_stderr
@@ -117,6 +124,7 @@ class _Command:
 
     def frames(self) -> Iterator[bytes]:
         """Yield what is sent for it; an empty block where its stdin has nothing yet."""
+        self.is_sent = True
         yield _frame(b"R", json.dumps(self._argv).encode())
         try:
             for block in self._stdin:
@@ -140,6 +148,10 @@ class _Command:
                 self.has_enough = True
 
 
+class _UnsentError(Exception):
+    """What was entered for an earlier command is gone, and nothing of this one was sent."""
+
+
 class _Left(Exception):  # noqa: N818 - ends the way in from within, no error
     """The way in is left before its command has ended."""
 
@@ -151,6 +163,7 @@ class _Session:
         self.over = False
         self._at_work = False
         self._has_connected = False
+        self._has_served = False
         self._program = Program("serve", {}, self._outgoing(), None, python)
         self._inner = inner
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
@@ -178,11 +191,13 @@ class _Session:
                     return Finished(None, bytes(command.stderr))
                 continue
             if kind == "X":
-                self._at_work = False
+                self._at_work, self._has_served = False, True
                 status = int(data) if data.isdigit() else None
                 return Finished(status, bytes(command.stderr))
             if kind == "end":
                 self.over = True
+                if self._has_served and not command.is_sent:
+                    raise _UnsentError
                 return self._ended(data, command)
             command.take(kind, data)
             limits.touch()  # after the sink: a reader that takes its time is no silence

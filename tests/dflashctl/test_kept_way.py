@@ -1,9 +1,10 @@
 """Several commands by one way in, on real processes of this machine."""
 
 import os
+import signal
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from dflashctl.kept_way import KeptWay
 from dflashctl.transport import run_script
 from dflashctl.transport.base import Script
 from dflashctl.transport.local import LocalTransport
+from tests.dflashctl.act.conftest import wait_until
 
 
 @pytest.fixture
@@ -62,6 +64,15 @@ def test_what_runs_dies_unseen_and_the_next_command_enters_anew(way: KeptWay) ->
     assert way.round_trips == 2
 
 
+def test_what_ended_between_two_commands_is_entered_anew_for_the_second(way: KeptWay) -> None:
+    rc, pid = run(way, "echo $PPID")
+    assert rc == 0
+    os.kill(int(pid), signal.SIGKILL)
+    wait_until(lambda: all(thread.name != "kept-way" for thread in threading.enumerate()))
+    assert run(way, "echo again") == (0, b"again\n")
+    assert way.round_trips == 2
+
+
 def test_a_command_that_is_too_slow_is_left_and_the_next_one_works(
     way: KeptWay, tmp_path: Path
 ) -> None:
@@ -82,42 +93,19 @@ def test_an_error_of_the_payload_is_raised_and_nothing_is_left_running(way: Kept
 
 
 def test_a_command_goes_on_when_its_client_is_killed(tmp_path: Path) -> None:
-    mark = tmp_path / "mark"
+    begun, go, done = (tmp_path / name for name in ("begun", "go", "done"))
+    script = (
+        f"touch {begun}; while [ ! -e {go} ]; do sleep 0.05; done; echo to nobody; touch {done}"
+    )
     code = f"""
 from dflashctl.kept_way import KeptWay
 from dflashctl.transport import run_script
 from dflashctl.transport.base import Script
 from dflashctl.transport.local import LocalTransport
-way = KeptWay(LocalTransport("here"))
-way.open()
-run_script(way, Script("echo begun >&2; sleep 1; echo words; echo more; touch {mark}"))
+run_script(KeptWay(LocalTransport("here")), Script({script!r}))
 """
-    with subprocess.Popen([sys.executable, "-c", code], start_new_session=True) as client:
-        _wait(lambda: _children(client.pid) != [])
-        _wait(lambda: any("sleep" in words for words in _descendants(client.pid)))
+    with subprocess.Popen([sys.executable, "-c", code]) as client:
+        wait_until(begun.exists)
         client.kill()
-    _wait(mark.exists)
-
-
-def _children(pid: int) -> list[int]:
-    found = subprocess.run(
-        ["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False
-    )
-    return [int(word) for word in found.stdout.split()]
-
-
-def _descendants(pid: int) -> list[str]:
-    words = []
-    for child in _children(pid):
-        with open(f"/proc/{child}/cmdline", "rb") as file:  # noqa: PTH123
-            words.append(os.fsdecode(file.read()).split("\0")[0])
-        words += _descendants(child)
-    return words
-
-
-def _wait(condition: object, seconds: float = 20.0) -> None:
-    assert callable(condition)
-    limit = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < limit, "did not happen in time"
-        time.sleep(0.02)
+    go.touch()
+    wait_until(done.exists)

@@ -130,8 +130,8 @@ def test_step_of_one_drafter_waits_for_nothing_before_it_is_read():
         param.grad = torch.ones_like(param)
     optimizer.accumulate()
     sums = torch.tensor([1.0, 4.0], dtype=torch.float64, device="cuda")
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         launched = optimizer.launch(0, sums, optimizer.grad_norm())
     finally:
         torch.cuda.set_sync_debug_mode("default")

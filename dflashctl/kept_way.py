@@ -81,10 +81,7 @@ class KeptWay(Transport):
         return self._session
 
     def enter(self) -> None:
-        """Begin to connect and enter without waiting for it; the first command raises what fails.
-
-        Until a command has ended nothing else may use the connection.
-        """
+        """Begin to connect and enter, without waiting; the first command raises what fails."""
         if self._session is None:
             self._session = _Session(self._inner, self._python)
 

@@ -17,6 +17,7 @@ from trainer.contract.manifest import Manifest
 
 _SOON_S, _SOON_FOR_S = 5.0, 60.0
 _LATER_S = 30.0  # large targets load for minutes, and hold no memory of a drafter until then
+_AT_MOST_S = 1800.0
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def stray_error(manifest: Manifest, landing: Landing) -> MismatchError:
 class LandingWatch:
     """Looks from the node, every few seconds, until a run holds all of its GPUs or a strange one.
 
-    Its thread ends then, or at ``stop``. ``on_strayed`` gets the words, in that thread, once.
+    Its thread ends then, after half an hour, or with the context. ``on_strayed`` gets the words, in that thread, once.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class LandingWatch:
     def _run(self) -> None:
         manifest: Manifest | None = None
         waited_s = 0.0
-        while not self._stop.is_set():
+        while not self._stop.is_set() and waited_s < _AT_MOST_S:
             with suppress(DflashctlError):  # the view tells of lost links; the next look may work
                 manifest = manifest or self._manifest()
                 if manifest is None or self._look(manifest):

@@ -51,8 +51,7 @@ def train_config(
 def open_ways(options: Options, place: "Place") -> "Iterator[Ways]":
     """Open the way to a node and, over it, one into its container, entered once for all.
 
-    Connecting goes on while the caller prepares; the first command inside raises what failed, and
-    the node may be asked after it.
+    Connecting goes on while the caller prepares; the first command raises what failed.
     """
     from dflashctl.gpu_roles import Ways
     from dflashctl.kept_way import KeptWay

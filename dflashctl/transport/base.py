@@ -72,7 +72,7 @@ class Finished:
 
 
 class Transport(ABC):
-    """A way to one place. Not thread-safe: one thread at a time, open before fan-out."""
+    """A way to one place. A thread at a time, but that ways which share one may open it at once."""
 
     place: str  # "kpro6" or "kpro6/200", for messages
     user: str = ""  # login name on the host, known after open()

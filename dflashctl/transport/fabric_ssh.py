@@ -6,6 +6,7 @@ refused unless it was asked to be recorded, and a changed one always.
 
 import logging
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -51,16 +52,18 @@ class FabricTransport(Transport):
         self._alive_interval_s = alive_interval_s
         self._hops: list[Any] = []  # fabric.Connection, the host itself last
         self._heartbeat: Heartbeat | None = None
+        self._opening = threading.Lock()
         self.place = host.name
         self.round_trips = 0
 
     def open(self) -> None:
-        """Connect through the jump hosts and log in."""
-        if self._hops:
-            return
-        logging.getLogger("paramiko").addHandler(logging.NullHandler())  # it prints tracebacks
-        open_patiently(self._open_hops)
-        self._heartbeat = Heartbeat(self._link, self._alive_interval_s)
+        """Connect through the jump hosts and log in; who comes meanwhile waits for it."""
+        with self._opening:
+            if self._hops:
+                return
+            logging.getLogger("paramiko").addHandler(logging.NullHandler())  # it prints tracebacks
+            open_patiently(self._open_hops)
+            self._heartbeat = Heartbeat(self._link, self._alive_interval_s)
 
     def execute(
         self,

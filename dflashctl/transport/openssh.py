@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -124,17 +125,19 @@ class OpensshTransport(Transport):
         self._options = ssh_options(host, accept_new=accept_new)
         self._socket = _socket_path([*self._options, host.address])
         self._is_open = False
+        self._opening = threading.Lock()
         self.place = host.name
         self.round_trips = 0
 
     def open(self) -> None:
-        """Bring up the master connection, or find it alive."""
-        if self._is_open:
-            return
-        self.user = resolve(self._host).user
-        if self._ssh("-O", "check").returncode != 0:
-            open_patiently(self._start_master)
-        self._is_open = True
+        """Bring up the master connection, or find it alive; who comes meanwhile waits for it."""
+        with self._opening:
+            if self._is_open:
+                return
+            self.user = resolve(self._host).user
+            if self._ssh("-O", "check").returncode != 0:
+                open_patiently(self._start_master)
+            self._is_open = True
 
     def _start_master(self) -> None:
         persist = ["-o", "ControlMaster=auto", "-o", f"ControlPersist={PERSIST_S}"]

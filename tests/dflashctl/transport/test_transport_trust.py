@@ -398,3 +398,14 @@ def test_eight_threads_connect_at_once(ssh_server: "SshServer") -> None:
 
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(work, range(8))) == [b"here\n"] * 8
+
+
+def test_two_threads_that_share_a_way_open_it_once(
+    own_server: "SshServer", ssh_kind: type, open_way: OpenWay
+) -> None:
+    way = ssh_kind(own_server.host())
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(lambda _: run_script(way, ECHO).stdout, range(2)))
+    open_way(way)
+    assert both == [b"here\n"] * 2
+    assert len(own_server.children()) == 1

@@ -74,7 +74,8 @@ def stray_error(manifest: Manifest, landing: Landing) -> MismatchError:
 class LandingWatch:
     """Looks from the node, every few seconds, until a run holds all of its GPUs or a strange one.
 
-    Its thread ends then, after half an hour, or with the context. ``on_strayed`` gets the words, in that thread, once.
+    Its thread ends then, after half an hour, or with the context. ``on_strayed`` gets the words, in
+    that thread, once.
     """
 
     def __init__(

@@ -375,10 +375,16 @@ class CompileGate:
             with self._condition:
                 self._readers -= 1
                 self._condition.notify_all()
-            while self._strays:
-                with self._condition:
-                    self.stats.num_unexpected += 1
-                self._tell(self._strays.popleft(), 0.0, Counted(1, {}), expected=False)
+            while (stray := self._next_stray()) is not None:
+                self._tell(stray, 0.0, Counted(1, {}), expected=False)
+
+    def _next_stray(self) -> str | None:
+        """Take one compile outside the exclusive side; threads leave the shared side together."""
+        with self._condition:
+            if not self._strays:
+                return None
+            self.stats.num_unexpected += 1
+            return self._strays.popleft()
 
     @contextlib.contextmanager
     def _exclusively(self, wanted: _Pass) -> Iterator[None]:

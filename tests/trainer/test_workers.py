@@ -164,3 +164,26 @@ def test_feature_cache_keeps_what_fits_and_copies_it() -> None:
     assert kept.tolist() == [float(i) for i in range(20)]
     assert cache.get(2) is None
     assert cache.used_bytes == 80
+
+
+class SlowToCopy(torch.Tensor):
+    """Features on a busy GPU: before their copy is done another thread has come and gone."""
+
+    cache: FeatureCache
+    other_had_to_wait = True
+
+    def to(self, *_: object, **__: object) -> torch.Tensor:  # type: ignore[override]
+        other = threading.Thread(target=self.cache.put, args=(2, torch.ones(1)), daemon=True)
+        other.start()
+        other.join(10)
+        self.other_had_to_wait = other.is_alive()
+        return torch.ones(1)
+
+
+def test_copy_into_the_feature_cache_keeps_no_other_thread_waiting() -> None:
+    cache = FeatureCache(100)
+    slow = torch.zeros(1).as_subclass(SlowToCopy)
+    slow.cache = cache
+    cache.put(1, slow)
+    assert not slow.other_had_to_wait
+    assert [cache.get(1), cache.get(2)] == [torch.ones(1), torch.ones(1)]

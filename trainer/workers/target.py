@@ -57,7 +57,7 @@ class FeatureCache:
     def __init__(self, capacity_bytes: int) -> None:
         self._capacity_bytes = capacity_bytes
         self._lock = threading.Lock()
-        self._features: dict[int, Tensor] = {}
+        self._features: dict[int, Tensor | None] = {}  # None: room is kept, the copy under way
         self.used_bytes = 0
 
     def get(self, sample_id: int) -> Tensor | None:
@@ -65,14 +65,15 @@ class FeatureCache:
         return self._features.get(sample_id)
 
     def put(self, sample_id: int, features: Tensor) -> None:
-        """Keep the features when there is room."""
+        """Keep the features when there is room; no other thread waits for the copy."""
         size = features.numel() * features.element_size()
         with self._lock:
             if sample_id in self._features or self.used_bytes + size > self._capacity_bytes:
                 return
             self.used_bytes += size
-            # A copy: the tensor may be a view of a whole padded batch.
-            self._features[sample_id] = features.to("cpu", copy=True)
+            self._features[sample_id] = None
+        # A copy: the tensor may be a view of a whole padded batch.
+        self._features[sample_id] = features.to("cpu", copy=True)
 
 
 def batch_features(target: Target, batch: Batch, cache: FeatureCache) -> Tensor:
@@ -159,9 +160,9 @@ class TargetWorker:
 
         An error of this thread alone ends it and is told; the last thread raises its error.
         """
-        take_place(self.target.device, self.cpu_threads)
         claimed: set[int] = set()
         try:
+            take_place(self.target.device, self.cpu_threads)
             self._work(claimed, pulse)
         except (ChannelClosedError, WorkerError, CompileGateError):
             raise

@@ -49,11 +49,9 @@ class Bench:
 
     def __init__(self, case: Case, options: argparse.Namespace) -> None:
         self.config: TrainConfig = train_config(case, options.device)
-        self.options, self.gate = (
-            options,
-            CompileGate(GateSettings(compile=options.device != "cpu")),
-        )
-        attention = assembly.attention_of(self.config, self.gate)
+        self.options = options
+        self.gate = CompileGate(GateSettings(compile=options.device != "cpu"))
+        attention = assembly.attention_of(self.config, draft_config(case), self.gate)
         self.replicas: list[Replica] = []
         self.prepared: list[Prepared] = []
         for rank in range(options.drafters):

@@ -194,7 +194,8 @@ class Bench:
     def _replicas(self) -> list[Replica]:
         target = next(iter(self.targets.values()))
         schedule = Schedule.from_config(self.config.optim, 1_000_000)
-        attention = assembly.attention_of(self.config, self.gate)
+        shape = assembly.draft_config(self.config, target)
+        attention = assembly.attention_of(self.config, shape, self.gate)
         replicas = [
             assembly.build_replica(self.config, target, place, attention, schedule, None)
             for place in enumerate(self.drafter_devices)

@@ -23,11 +23,12 @@ from trainer.data.coverage import Coverage, expected_coverage
 from trainer.data.dataset import Dataset, load_tokenizer
 from trainer.data.packing import Batch, BatchMaker, BatchPlan
 from trainer.data.shards import open_dataset
-from trainer.errors import DataError
+from trainer.errors import DataError, TargetError
 from trainer.loss import LossSums
 from trainer.model.attention import Attention, FlexAttention, SdpaAttention, SpanAttention
 from trainer.model.draft import DraftConfig, DraftModel, measured_tap_scale
 from trainer.model.settling import Settled, settle
+from trainer.model.spans import why_no_spans
 from trainer.model.target import Target, load_target
 from trainer.optim import DraftOptimizer, Schedule
 from trainer.workers.drafter import Replica, StepRange, forward_backward
@@ -208,7 +209,9 @@ def load_targets(config: TrainConfig, devices: Sequence[torch.device]) -> dict[s
 def settle_targets(
     targets: Mapping[str, Target], config: TrainConfig, gate: CompileGate
 ) -> Settled:
-    """Settle how each target joins documents and runs its layers; returns the first one's.
+    """Settle how each target joins documents and runs its layers.
+
+    Returns the finding of the first target that has a warning, else of the first.
 
     Raises: TargetError when the configuration insists on what a target cannot do.
     """
@@ -226,22 +229,25 @@ def settle_targets(
                     compiles=compiles(config),
                 )
             )
-    return found[0]
-
-
-def attention_of(config: TrainConfig, gate: CompileGate) -> Attention:
-    """Return dense SDPA where nothing is compiled, else what compile.attention says."""
-    if not compiles(config):
-        return SdpaAttention()
-    on_cuda, wanted = config.run.device == "cuda", config.compile.attention
-    if wanted == "spans" or (wanted == "auto" and on_cuda):
-        return SpanAttention(gate)
-    return FlexAttention(gate)
+    return next((one for one in found if one.warnings), found[0])
 
 
 def draft_config(config: TrainConfig, target: Target) -> DraftConfig:
     """Return the draft's shape. Raises: TargetError when it does not fit the target."""
     return DraftConfig.from_target(target.text_config, config.draft, target.num_layers)
+
+
+def attention_of(config: TrainConfig, draft: DraftConfig, gate: CompileGate) -> Attention:
+    """Return dense SDPA where nothing is compiled, else what compile.attention says.
+
+    Raises: TargetError for spans and heads that the kernels do not take.
+    """
+    if not compiles(config):
+        return SdpaAttention()
+    wanted, refused = config.compile.attention, why_no_spans(draft.head_dim)
+    if wanted == "spans" and refused:
+        raise TargetError(refused)
+    return FlexAttention(gate) if wanted == "flex" or refused else SpanAttention(gate)
 
 
 def tap_scale(target: Target, dataset: Dataset, gate: CompileGate) -> Tensor:

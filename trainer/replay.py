@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from trainer import assembly
 from trainer.compile_gate import CompileGate
 from trainer.errors import DataError
-from trainer.model.attention import FlexAttention, SdpaAttention
+from trainer.model.attention import Attention, KeyValue, Mask
+from trainer.model.masks import BlockLayout, MaskRule
 from trainer.optim import Schedule
 from trainer.workers.drafter import Replica, forward_backward
 from trainer.workers.failed_batch import FailedBatch, load_failed
@@ -48,8 +49,19 @@ class Findings:
             )
 
 
-class SeenAttention(FlexAttention):
-    """Compiles the attention kernel alone, so that every module is seen by its hook."""
+@dataclass(frozen=True)
+class SeenAttention:
+    """The run's own attention, with all else uncompiled: every module is seen by its hook."""
+
+    of_run: Attention
+
+    def masks(self, layout: BlockLayout, rules: dict[str, MaskRule]) -> dict[str, Mask]:
+        """Return the masks of the run's attention."""
+        return self.of_run.masks(layout, rules)
+
+    def attend(self, query: Tensor, context: KeyValue, own: KeyValue, mask: Mask) -> Tensor:
+        """Attend as the run does. Shapes: as Attention.attend."""
+        return self.of_run.attend(query, context, own, mask)
 
     def compiled(self, fn: Callable[P, R]) -> Callable[P, R]:
         """Return ``fn`` as it is."""
@@ -66,13 +78,14 @@ def replay(run_dir: Path, path: Path) -> bool:
     devices = assembly.devices_of(manifest, config)
     gate = CompileGate(assembly.gate_settings(config, 1), report=_print)
     try:
-        targets = assembly.load_targets(config, devices.targets[:1])
+        (target,) = assembly.load_targets(config, devices.targets[:1]).values()
         device = devices.drafters[failed.rank % len(devices.drafters)]
+        of_run = assembly.attention_of(config, assembly.draft_config(config, target), gate)
         replica = assembly.build_replica(
             config,
-            next(iter(targets.values())),
+            target,
             (failed.rank, device),
-            SeenAttention(gate) if assembly.compiles(config) else SdpaAttention(),
+            SeenAttention(of_run),
             Schedule(1, 0, 1.0),
             None,
         )

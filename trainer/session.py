@@ -137,7 +137,8 @@ class Session:
             measured = state is None
             scale = assembly.tap_scale(target, data.dataset, self._gate) if measured else None
             scale = scale if state is None else state.extras["tap_scale"]
-        attention = assembly.attention_of(config, self._gate)
+        shape = assembly.draft_config(config, target)
+        attention = assembly.attention_of(config, shape, self._gate)
         replicas = [
             assembly.build_replica(config, target, place, attention, schedule, scale)
             for place in enumerate(self._devices.drafters)

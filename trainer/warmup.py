@@ -130,7 +130,7 @@ def _warm_one(
 ) -> dict[str, Any]:
     config, target, schedule = parts
     began, before, had = time.monotonic(), gate.stats.num_graphs, caches.counts.copy()
-    attention = assembly.attention_of(config, gate)
+    attention = assembly.attention_of(config, assembly.draft_config(config, target), gate)
     replica = assembly.build_replica(config, target, place, attention, schedule, None)
     # As many drafters as there may be read gradients of the same type: the same kernels.
     replica.optimizer.arrange_gradients(1, config.optim.grad_accumulation)

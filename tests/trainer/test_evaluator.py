@@ -251,7 +251,7 @@ def test_evaluation_of_a_run_that_stops_is_left_out_and_its_checkpoint_stays(
     cpu = torch.device("cpu")
     target = assembly.load_targets(config, [cpu])["cpu"]
     gate = CompileGate(assembly.gate_settings(config, 1))
-    attention = assembly.attention_of(config, gate)
+    attention = assembly.attention_of(config, assembly.draft_config(config, target), gate)
     place, schedule = (0, cpu), Schedule(12, 0, 0.0)
     replica = assembly.build_replica(config, target, place, attention, schedule, None)
     metrics = Metrics(run_dir / "metrics.jsonl", manifest.run_id, {}, console=io.StringIO())

@@ -26,6 +26,7 @@ from trainer.errors import (
     TrainerError,
     WorkerError,
 )
+from trainer.model.attention import FlexAttention
 from trainer.optim import Schedule
 from trainer.replay import SeenAttention
 from trainer.session import Session
@@ -114,7 +115,7 @@ def test_replay_of_a_batch_that_is_finite_here_says_so(
 def test_replay_of_a_draft_that_is_compiled_leaves_every_module_to_its_hook() -> None:
     gate = CompileGate(GateSettings(backend="eager"))
     try:
-        attention = SeenAttention(gate)
+        attention = SeenAttention(FlexAttention(gate))
         assert attention.compiled(math.sqrt) is math.sqrt
         assert gate.stats.num_exclusive == 1  # flex attention itself
     finally:
@@ -175,7 +176,8 @@ class Ranks:
         self.gate = CompileGate(assembly.gate_settings(config, 3))
         cpu = torch.device("cpu")
         self.target = assembly.load_targets(config, [cpu])["cpu"]
-        attention = assembly.attention_of(config, self.gate)
+        shape = assembly.draft_config(config, self.target)
+        attention = assembly.attention_of(config, shape, self.gate)
         self.replicas = [
             assembly.build_replica(
                 config, self.target, (rank, cpu), attention, Schedule(9, 0, 1.0), None

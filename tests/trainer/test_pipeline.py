@@ -66,9 +66,9 @@ def _run(run_dir: Path, broken: Sequence[bool], story: Story) -> None:
         story.losses.append(done.sums.loss_sum)
 
     schedule = Schedule.from_config(config.optim, steps.num_steps)
-    attention = assembly.attention_of(config, gate)
-    place = 0, devices.drafters[0]
-    replica = assembly.build_replica(config, load(), place, attention, schedule, None)
+    target, place = load(), (0, devices.drafters[0])
+    attention = assembly.attention_of(config, assembly.draft_config(config, target), gate)
+    replica = assembly.build_replica(config, target, place, attention, schedule, None)
     try:
         Pipeline(
             config=config,

@@ -136,7 +136,8 @@ def timed_step_s(
     gate = CompileGate(assembly.gate_settings(config, 1))
     try:
         assembly.settle_targets({str(target.device): target}, config, gate)
-        attention = assembly.attention_of(config, gate)
+        shape = assembly.draft_config(config, target)
+        attention = assembly.attention_of(config, shape, gate)
         place = 0, devices.drafters[0]
         schedule = Schedule.from_config(config.optim, 1)
         replica = assembly.build_replica(config, target, place, attention, schedule, None)

@@ -14,15 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from trainer.errors import TargetError
-from trainer.model.spans import KEY_GRADIENT, Spans, Tiles
+from trainer.model.spans import KEY_GRADIENT, Spans, Tiles, why_no_spans
 
 _LOG2_E = 1.4426950408889634
-
 
 # Measured on an H200 with heads of 128 (docs/benchmarks.md).
 FORWARD = Tiles(64, 64, 4, 3)
 QUERY_GRADIENT = Tiles(64, 64, 4, 2)
-_NARROWEST_HEAD, _WIDEST_HEAD = 16, 256
 
 
 def span_attention(
@@ -31,14 +29,11 @@ def span_attention(
     """Attend with grouped heads; differentiable in all five.
 
     Shapes: query [R, Q, H, d], context keys and values [R, S, K, d], own [R, Q, K, d] ->
-    [R, Q, H, d]. Raises: TargetError unless d is a power of two from 16 to 256.
+    [R, Q, H, d]. Raises: TargetError for a d that spans.why_no_spans refuses.
     """
-    dim = query.shape[-1]
-    if dim & (dim - 1) or not _NARROWEST_HEAD <= dim <= _WIDEST_HEAD:
-        raise TargetError(
-            f"draft.head_dim {dim}: the kernels want a power of two from {_NARROWEST_HEAD} to"
-            f" {_WIDEST_HEAD}; set compile.attention to flex"
-        )
+    refused = why_no_spans(query.shape[-1])
+    if refused:
+        raise TargetError(refused)
     apply: Any = _SpanAttention.apply  # torch gives it no types
     out: Tensor = apply(query, *context, *own, spans)
     return out

@@ -23,6 +23,7 @@ class Tiles:
     num_stages: int
 
 
+_NARROWEST_HEAD, _WIDEST_HEAD = 16, 256
 # Of the kernel that makes the gradients of keys; measured on an H200 (docs/benchmarks.md).
 KEY_GRADIENT = Tiles(64, 64, 4, 2)
 
@@ -43,6 +44,16 @@ class Spans:
     low: Tensor
     high: Tensor
     reach: Tensor
+
+
+def why_no_spans(head_dim: int) -> str:
+    """Return why the kernels take no heads of this width, or an empty text."""
+    if not head_dim & (head_dim - 1) and _NARROWEST_HEAD <= head_dim <= _WIDEST_HEAD:
+        return ""
+    return (
+        f"draft.head_dim {head_dim}: the kernels want a power of two from {_NARROWEST_HEAD} to"
+        f" {_WIDEST_HEAD}; set compile.attention to flex"
+    )
 
 
 def span_tensors(layout: BlockLayout, rule: MaskRule) -> tuple[Tensor, Tensor, Tensor]:

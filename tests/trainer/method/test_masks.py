@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 from trainer.model.masks import BlockLayout, MaskRule, block_mask, dense_mask, mask_mod, rule_of
-from trainer.model.spans import KEY_GRADIENT, reach_of, span_tensors
+from trainer.model.spans import KEY_GRADIENT, reach_of, span_tensors, why_no_spans
 
 
 def layout_of(
@@ -180,3 +180,10 @@ def test_tiles_are_those_of_the_library_which_evaluates_every_pair(
     needed = theirs.to_dense().bool()
     assert torch.equal(visited | needed, visited)
     assert int(visited.sum()) <= int(needed.sum()) + int(needed.sum()) // 10
+
+
+def test_span_kernels_refuse_heads_that_are_no_power_of_two_or_too_narrow_or_wide():
+    assert [dim for dim in (8, 16, 64, 96, 128, 192, 256, 512) if not why_no_spans(dim)] == [
+        *(16, 64, 128, 256)
+    ]
+    assert "draft.head_dim 96" in why_no_spans(96)

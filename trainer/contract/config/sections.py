@@ -145,10 +145,10 @@ class CompileConfig:
     """torch.compile and its gate.
 
     mode: auto (on for CUDA, off for CPU), on or off. attention: of the draft where mode is on;
-    spans (Triton kernels of our own), flex (flex_attention), or auto: spans on CUDA. gate: on, or
-    off as an experiment that the manifest and the events mark. watchdog_s: seconds after which a
-    compile or a worker without progress is reported with every thread's stack; limit_s: seconds
-    after which the run ends.
+    spans (Triton kernels of our own), flex (flex_attention), or auto: spans where head_dim is a
+    power of two from 16 to 256, else flex. gate: on, or off as an experiment that the manifest and
+    the events mark. watchdog_s: seconds after which a compile or a worker without progress is
+    reported with every thread's stack; limit_s: seconds after which the run ends.
 
     allow_fallback: what runs uncompiled is a warning and does not end the run.
     force_during_fx_trace, error_on_nested_fx_trace: torch's settings of these names, experiments as

@@ -114,6 +114,22 @@ def test_layers_whose_self_test_fails_are_not_taken(gate: CompileGate):
         settled(made, gate, compile="on")
 
 
+def test_a_kernel_that_cannot_run_leaves_the_layers_as_they_are(gate: CompileGate):
+    def broken(*_args: Any, **_options: Any) -> None:
+        raise RuntimeError("out of resource:\nshared memory")
+
+    made = target("hybrid-text")
+    parts = [part for layer in made.layers for part in layer.children()]
+    for part in parts:
+        if hasattr(part, "in_proj_qkv"):
+            part.chunk_gated_delta_rule = broken  # type: ignore[assignment]
+    found = settled(made, gate)
+    assert made.compiled is None
+    assert "the self-test cannot run: out of resource: shared memory" in found.warnings[0]
+    with pytest.raises(TargetError, match=r"cannot run: out of.*set target\.compile to off"):
+        settled(made, gate, compile="on")
+
+
 @pytest.mark.parametrize(
     ("kind", "own", "reason"),
     [

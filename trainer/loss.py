@@ -13,7 +13,7 @@ from torch import Tensor
 from trainer.contract.config import LossConfig, TrainConfig
 from trainer.data.packing import Batch
 from trainer.model.draft import DraftModel
-from trainer.model.head import HeadPass, Kernels, rows_at_once
+from trainer.model.head import HeadPass, rows_at_once
 from trainer.model.masks import BlockLayout
 from trainer.model.target import FrozenHead
 from trainer.model.variants.variant import BlockRows, HeadRows
@@ -157,7 +157,7 @@ def draft_loss(
     targets = block_targets(batch, size, draft.config.mask_token_id, config.position_decay)
     hidden = block_hidden(draft, head.embedding, batch, targets, target_hidden, drafted=True)
     chunk_rows = config.loss.chunk_rows or rows_at_once(head.lm_head)
-    how = _head_pass(config.loss, chunk_rows, size - 1, draft.head_kernels)
+    how = _head_pass(config.loss, chunk_rows, size - 1)
     weights = targets.weights[..., 1:]  # the anchor's own slot never reaches the head
     used = _used_rows(weights, whole_blocks=how.weigh is not None)
     rows = _block_rows(hidden, targets, used)
@@ -179,19 +179,17 @@ def draft_loss(
     )
 
 
-def _head_pass(
-    loss: LossConfig, chunk_rows: int, block_rows: int, kernels: Kernels | None
-) -> HeadPass:
+def _head_pass(loss: LossConfig, chunk_rows: int, block_rows: int) -> HeadPass:
     """Return how rows go through the head: with fixed weights, or with those of D-PACE."""
     if loss.name != "dpace":
-        return HeadPass(chunk_rows, kernels=kernels)
+        return HeadPass(chunk_rows)
 
     def weigh(entropy: Tensor, given: Tensor) -> Tensor:
         blocks = (-1, block_rows)
         trained = given.view(blocks) > 0
         return dpace_weights(entropy.view(blocks), trained, loss.dpace_alpha).flatten()
 
-    return HeadPass(chunk_rows, weigh, block_rows, kernels=kernels)
+    return HeadPass(chunk_rows, weigh, block_rows)
 
 
 def dpace_weights(entropy: Tensor, trained: Tensor, alpha: float) -> Tensor:

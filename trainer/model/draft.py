@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from trainer.errors import TargetError
 from trainer.model.attention import Attention, Mask, SdpaAttention
 from trainer.model.draft_config import DraftConfig
-from trainer.model.head import compiled_kernels
 from trainer.model.layers import DraftLayer, RmsNorm, Rotary
 from trainer.model.masks import MaskRule
 from trainer.model.target import FrozenHead
@@ -76,7 +75,6 @@ class DraftModel(nn.Module):
         self._between = self.attention.compiled(_between)
         self._leave = self.attention.compiled(_leave)
         self._leave_drafted = self.attention.compiled(_leave_drafted)
-        self.head_kernels = compiled_kernels(self.attention.compiled)
 
     def _initialise(self, seed: int) -> None:
         generator = torch.Generator(device=self.fc.weight.device).manual_seed(seed)

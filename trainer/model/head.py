@@ -24,33 +24,18 @@ _ROW_UNIT = 16  # elements; every row of logits begins aligned, whatever the voc
 
 
 @dataclass(frozen=True)
-class Kernels:
-    """The work on a chunk's logits in two passes: Triton's on CUDA, else compiled as the draft is.
-
-    score: (logits, labels) -> entropy, log of the sum, best row. slope: (logits, log of the sum,
-    labels, weights) -> gradient of the logits in their dtype; it may be written over them.
-    """
-
-    score: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-    slope: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-
-
-@dataclass(frozen=True)
 class HeadPass:
     """How rows go through the head.
 
     chunk_rows: rows of logits that exist at one time. weigh: makes the weights of a chunk from its
     cross-entropies; None takes them as given. block_rows: rows of a block, which a chunk never
     parts when ``weigh`` is given. top_k: how many of the best logits of a row are wanted as well.
-    kernels: where there is no Triton or no CUDA; None works on the logits in place, which is
-    quicker where nothing is compiled.
     """
 
     chunk_rows: int
     weigh: Weigh | None = None
     block_rows: int = 1
     top_k: int = 0
-    kernels: Kernels | None = None
 
     def chunks(self, num_rows: int) -> list[slice]:
         """Return the rows of each chunk."""
@@ -91,35 +76,14 @@ def head_loss(
     return HeadResult(*apply(x, head, labels, weights, how))
 
 
-def score(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return cross-entropies, logs of the sums, and best rows. Shapes: [m, V], [m] -> [m] each."""
-    total = torch.logsumexp(logits.float(), -1)
-    entropy = total - logits.gather(1, labels[:, None]).squeeze(1).float()
-    return entropy, total, logits.argmax(-1)
-
-
-def slope(logits: Tensor, total: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-    """Return the gradient of the weighted entropies. Shapes: [m, V], [m] each -> [m, V]."""
-    at = torch.arange(logits.shape[1], device=logits.device)
-    right = (at == labels[:, None]).float()
-    made = (torch.exp(logits.float() - total[:, None]) - right) * weights[:, None]
-    return made.to(logits.dtype)
-
-
-def compiled_kernels(compiled: Callable[..., Any]) -> Kernels | None:
-    """Return the kernels as ``compiled`` makes them; None when it hands back what it is given."""
-    scoring = compiled(score)
-    return None if scoring is score else Kernels(scoring, compiled(slope))
-
-
 @functools.cache
-def _fused_kernels() -> Kernels | None:
-    """Return Triton's kernels; None where there is no Triton."""
+def _kernels() -> Any:
+    """Return the module of Triton's kernels; None where there is no Triton."""
     if importlib.util.find_spec("triton") is None:
         return None
     from trainer.model import head_kernels  # noqa: PLC0415 - needs Triton
 
-    return Kernels(head_kernels.score, head_kernels.slope)
+    return head_kernels
 
 
 def rows_at_once(head: Tensor) -> int:
@@ -164,7 +128,7 @@ def chunk_loss(
     The gradient may take the place of the logits. Shapes: logits [m, V], labels and given weights
     [m].
     """
-    kernels = (_fused_kernels() if logits.is_cuda else None) or how.kernels
+    kernels = _kernels() if logits.is_cuda else None
     if kernels is not None:
         entropy, sums, best = kernels.score(logits, labels)
         weights = how.weights(entropy, given)

@@ -1,4 +1,4 @@
-"""The draft's layers and the head's work through the compile gate: the same loss and gradients."""
+"""The draft's layers through the compile gate: the same loss and gradients."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
@@ -74,8 +74,6 @@ def test_compiled_pieces_give_the_loss_and_gradients_of_the_plain_ones(
             parameter.add_(torch.randn_like(parameter) * 0.1)
     compiled = DraftModel(shape, attention=CompiledAroundSdpa(gate))
     compiled.load_state_dict(plain.state_dict())
-    assert plain.head_kernels is None
-    assert compiled.head_kernels is not None
     head = FrozenHead(torch.randn(140, 32), torch.randn(140, 32))
     config = train_config(loss={"name": loss, "position_decay": 3.0})
     batch, taps = _batch(18), torch.randn(1, 18, 64)

@@ -159,6 +159,31 @@ def _own(queries, keys, count, BLOCK: tl.constexpr, CAUSAL: tl.constexpr):
 
 
 @triton.jit
+def _attend_own(
+    acc, top, total, q, k_at, v_at, k_t, v_t, begin, end, queries, count, scale,
+    BLOCK: tl.constexpr, CAUSAL: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """``_attend_context`` for tiles of the blocks' keys."""
+    for start in range(begin, end, KEYS):
+        keys = start + tl.arange(0, KEYS)
+        k = _load_tile(k_at, keys, count, k_t, DIM)
+        v = _load_tile(v_at, keys, count, v_t, DIM)
+        seen = _own(queries[:, None], keys[None, :], count, BLOCK, CAUSAL)
+        # A tile that a query sees nothing of may come before the one with its block.
+        seen = seen | (queries >= count)[:, None]
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.where(seen, scores, -1e30)
+        higher = tl.maximum(top, tl.max(scores, 1))
+        shrink = tl.exp2(top - higher)
+        p = tl.where(seen, tl.exp2(scores - higher[:, None]), 0.0)
+        total = total * shrink + tl.sum(p, 1)
+        acc = acc * shrink[:, None]
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+        top = higher
+    return acc, top, total
+
+
+@triton.jit
 def _attend_context(
     acc, top, total, q, k_at, v_at, k_t, v_t, begin, end, low, high, length, scale,
     MASKED: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr,
@@ -226,22 +251,10 @@ def _forward(
     ok_at += row * ok_r + kv * ok_h
     ov_at += row * ov_r + kv * ov_h
     first, last = _whole_blocks(tile, count, QUERIES, BLOCK)
-    for start in range(first, last, KEYS):
-        keys = start + tl.arange(0, KEYS)
-        k = _load_tile(ok_at, keys, count, ok_t, DIM)
-        v = _load_tile(ov_at, keys, count, ov_t, DIM)
-        seen = _own(queries[:, None], keys[None, :], count, BLOCK, CAUSAL)
-        # A tile that a query sees nothing of may come before the one with its block.
-        seen = seen | (queries >= count)[:, None]
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        scores = tl.where(seen, scores, -1e30)
-        higher = tl.maximum(top, tl.max(scores, 1))
-        shrink = tl.exp2(top - higher)
-        p = tl.where(seen, tl.exp2(scores - higher[:, None]), 0.0)
-        total = total * shrink + tl.sum(p, 1)
-        acc = acc * shrink[:, None]
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
-        top = higher
+    acc, top, total = _attend_own(
+        acc, top, total, q, ok_at, ov_at, ok_t, ov_t, first, last, queries, count, scale,
+        BLOCK, CAUSAL, DIM, KEYS,
+    )  # fmt: skip
     acc, top, total = _attend_context(
         acc, top, total, q, k_at, v_at, k_t, v_t, begin, whole, low, high, length, scale,
         True, DIM, KEYS,

@@ -80,8 +80,10 @@ class Pipeline:
                 torch.cuda.synchronize(card)
             torch.cuda.empty_cache()
         self.supervisor.run_all()
-        for card in cards:
-            torch.cuda.synchronize(card)  # the threads' streams are not those of who comes next
+        # The threads' streams are not those of who comes next. Targets have nothing left to do, and
+        # the card of one that failed may give errors only.
+        for card in cards & {replica.device for replica in self.replicas}:
+            torch.cuda.synchronize(card)
 
     @property
     def flow(self) -> Flow:

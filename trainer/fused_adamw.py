@@ -22,7 +22,6 @@ _ALIGNED_BYTES = 16  # what the kernels tell Triton of every address
 _BLOCK = 2048  # numbers at a time
 _TURNS = 4  # of one program, which works on one tensor
 _WARPS = 8
-_COLUMNS = 8  # of the table: first block, start, count, gradient's address, weight's address
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -61,7 +60,11 @@ class _Part:
         self._table = torch.empty(0)
 
     def table(self, grads: Sequence[Tensor | None], weights: Sequence[Tensor]) -> Tensor:
-        """Return the table of the kernels, sent again when an address has changed."""
+        """Return the table of the kernels, sent again when an address has changed.
+
+        Shapes: [tensors, 8] int64: first block, start, count, addresses of gradient and weight,
+        and what makes a row 64 bytes.
+        """
         addresses = [
             (0 if grads[place] is None else grads[place].data_ptr(), weights[place].data_ptr())  # type: ignore[union-attr]
             for place in self.places

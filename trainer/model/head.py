@@ -46,7 +46,7 @@ class HeadPass:
         return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
 
     def weights(self, entropy: Tensor, given: Tensor) -> Tensor:
-        """Return the weights of a chunk's rows."""
+        """Return the weights of a chunk's rows. Shapes: [m] twice -> [m]."""
         return given if self.weigh is None else self.weigh(entropy, given)
 
 

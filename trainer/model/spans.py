@@ -57,7 +57,7 @@ def why_no_spans(head_dim: int) -> str:
 
 
 def span_tensors(layout: BlockLayout, rule: MaskRule) -> tuple[Tensor, Tensor, Tensor]:
-    """Return low, high and reach of Spans."""
+    """Return low, high and reach of Spans. Shapes: [R, Q] twice, [R, tiles, 4], int32."""
     low, high = context_spans(layout, rule)
     return low, high, reach_of(low, high, layout.documents.shape[1], KEY_GRADIENT)
 

@@ -61,11 +61,14 @@ class FeatureCache:
         self.used_bytes = 0
 
     def get(self, sample_id: int) -> Tensor | None:
-        """Return the features of a sample on the CPU, or None."""
+        """Return the features of a sample on the CPU, or None. Shapes: [length, n * D]."""
         return self._features.get(sample_id)
 
     def put(self, sample_id: int, features: Tensor) -> None:
-        """Keep the features when there is room; no other thread waits for the copy."""
+        """Keep the features when there is room; no other thread waits for the copy.
+
+        Shapes: [length, n * D].
+        """
         size = features.numel() * features.element_size()
         with self._lock:
             if sample_id in self._features or self.used_bytes + size > self._capacity_bytes:

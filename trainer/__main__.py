@@ -6,6 +6,7 @@ traceback below.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -188,27 +189,11 @@ def _parser() -> argparse.ArgumentParser:
 
     train = command("train", "train to the end of the plan")
     train.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
-    fill = command("warmup", "fill the compile caches with the run's own shapes")
-    fill.add_argument(
-        "--save-artifacts", type=Path, metavar="FILE", help="also write the caches into one file"
+    _add_launch_arguments(
+        command("warmup", "fill the compile caches with the run's own shapes"),
+        command("check", "prove before a launch that training and serving agree"),
+        command("doctor", "report on data, plan, disk and memory, and judge them"),
     )
-    fill.add_argument(
-        "--load-artifacts",
-        type=Path,
-        metavar="FILE",
-        help="begin with such a file of yours, from a host with this torch and these GPUs",
-    )
-    check = command("check", "prove before a launch that training and serving agree")
-    check.add_argument("--fast", action="store_true", help="without the target's weights")
-    check.add_argument(
-        "--reuse", action="store_true", help="do not make a fast check again that has passed"
-    )
-    check.add_argument("--json", action="store_true", help="one JSON document, no table")
-    look = command("doctor", "report on data, plan, disk and memory, and judge them")
-    look.add_argument(
-        "--samples", type=int, default=32, help="chats the target is asked about; 0 loads none"
-    )
-    look.add_argument("--json", action="store_true", help="one JSON document on one line")
     again = command("replay", "run a batch again that was not finite; name the first bad tensor")
     again.add_argument("--batch", type=Path, required=True, help="failed_batch_*.safetensors")
     measure = command("evaluate", "measure the acceptance length by real decoding")
@@ -237,6 +222,30 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_launch_arguments(
+    fill: argparse.ArgumentParser, check: argparse.ArgumentParser, look: argparse.ArgumentParser
+) -> None:
+    """Add the arguments of warmup, check and doctor, which come before a launch."""
+    fill.add_argument(
+        "--save-artifacts", type=Path, metavar="FILE", help="also write the caches into one file"
+    )
+    fill.add_argument(
+        "--load-artifacts",
+        type=Path,
+        metavar="FILE",
+        help="begin with such a file of yours, from a host with this torch and these GPUs",
+    )
+    check.add_argument("--fast", action="store_true", help="without the target's weights")
+    check.add_argument(
+        "--reuse", action="store_true", help="do not make a fast check again that has passed"
+    )
+    check.add_argument("--json", action="store_true", help="one JSON document, no table")
+    look.add_argument(
+        "--samples", type=int, default=32, help="chats the target is asked about; 0 loads none"
+    )
+    look.add_argument("--json", action="store_true", help="one JSON document on one line")
+
+
 def _add_export_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     text = "write an export in the other layout; embedding and head come from the target"
     change = commands.add_parser("convert", help=text, description=text)
@@ -260,7 +269,8 @@ def _add_export_commands(commands: "argparse._SubParsersAction[argparse.Argument
 
 if __name__ == "__main__":
     status = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # a full disk, or nobody reads: the status still counts
+            stream.flush()
     # A thread that hangs in a compiler cannot be joined; the interpreter's own end would wait.
     os._exit(status)

@@ -56,13 +56,22 @@ def _was_handed_down(path: Path, own: int) -> bool:
 def save(path: Path, manifest: Manifest) -> int:
     """Write what this process compiled or loaded; returns the size in bytes.
 
-    Raises: ConfigError when there is nothing.
+    Raises: ConfigError when there is nothing, or when the file cannot be written.
     """
     data = torch_compiler.save_artifacts()
     if data is None:
         raise ConfigError(f"{path}: nothing was compiled, so there is nothing to save")
-    write_by_rename(path, framed(data, manifest))
+    try:
+        write_by_rename(path, framed(data, manifest))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
     return len(data)
+
+
+def require_place(path: Path) -> None:
+    """Refuse a file that could not be written at the end of a warm-up. Raises: ConfigError."""
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"{path}: no file can be written there; name one in a directory of yours")
 
 
 def load(path: Path, manifest: Manifest) -> int:
@@ -94,8 +103,11 @@ def unframed(content: bytes, path: Path, manifest: Manifest) -> bytes:
     if not content.startswith(_MAGIC):
         raise ConfigError(f"{path} is no file that warmup --save-artifacts has written")
     head, _, data = content.removeprefix(_MAGIC).partition(b"\n")
-    told = json.loads(head)
-    if told["sha256"] != hashlib.sha256(data).hexdigest():
+    try:
+        told = dict(json.loads(head))
+    except (ValueError, TypeError):
+        raise ConfigError(f"{path} is damaged: its head is no JSON; copy it again") from None
+    if told.get("sha256") != hashlib.sha256(data).hexdigest():
         raise ConfigError(f"{path} is damaged: its sha256 is not the noted one; copy it again")
     for name, value in _kind(manifest).items():
         if told.get(name) != value:

@@ -1,8 +1,11 @@
 """What a run tells: events in metrics.jsonl and one short line each on standard output (the log).
 
-All threads tell through one instance, so that the file has one writer.
+All threads tell through one instance, so that the file has one writer. A disk that is full, or a
+log that nobody reads any more, ends no training.
 """
 
+import contextlib
+import errno
 import json
 import sys
 import threading
@@ -80,7 +83,7 @@ class Metrics:
         self._devices = devices
         self._console = console or sys.stdout
         self._lock = threading.RLock()
-        self._closed = False
+        self._closed, self._num_lost = False, 0
         self._num_steps, self._log_every = 0, 1
         self._window: deque[tuple[float, int, Totals]] = deque(maxlen=_WINDOW_STEPS + 1)
         self._last_flow = Flow(0, 0.0, 0.0)
@@ -165,17 +168,37 @@ class Metrics:
         with self._lock:
             if not self._closed:
                 self._closed = True
-                self._writer.close()
+                try:
+                    self._writer.close()
+                except OSError as error:
+                    self._print(f"warning: metrics.jsonl could not be closed: {error}")
 
     def _tell(self, kind: str, line: str, **values: Any) -> None:
         with self._lock:
             if not self._closed:
-                self._writer.write(kind, **values)
+                self._write(kind, values)
             self._print(line)
 
+    def _write(self, kind: str, values: Mapping[str, Any]) -> None:
+        """Write an event; those that a full disk refuses are counted, and told when there is room.
+
+        The weights since the last checkpoint are worth more than the events.
+        """
+        try:
+            if self._num_lost:
+                text = f"{self._num_lost} events before this one could not be written"
+                self._writer.write("warning", text=text)
+                self._num_lost = 0
+            self._writer.write(kind, **values)
+        except OSError as error:
+            if not self._num_lost:
+                self._print(f"warning: metrics.jsonl cannot be written, the run goes on: {error}")
+            self._num_lost += 1
+
     def _print(self, line: str) -> None:
-        self._console.write(line + "\n")
-        self._console.flush()
+        with contextlib.suppress(OSError):  # there is nobody left to tell
+            self._console.write(line + "\n")
+            self._console.flush()
 
     def _step_values(self, figures: StepFigures, flow: Flow) -> dict[str, Any]:
         (began, first_step, first), (now, _, totals) = self._window[0], self._window[-1]
@@ -213,20 +236,25 @@ class SampleLog:
     """samples.jsonl: for each step the batches that were trained on, and their samples.
 
     A resumed run writes the steps after its checkpoint again: of two lines of a step the later
-    counts. A last line that a kill cut is closed with a newline.
+    counts. A line that a kill or a full disk cut is closed with a newline before the next.
     """
 
     def __init__(self, run_dir: Path) -> None:
         path = run_dir / "samples.jsonl"
-        torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
+        self._torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
         self._file = path.open("ab", buffering=0)
-        if torn:
-            self._file.write(b"\n")
 
     def write(self, step: int, batches: Sequence[tuple[int, int, Sequence[int]]]) -> None:
-        """Append the batches of a step, each (index, epoch, sample ids), in one write."""
-        line = {"step": step, "batches": batches}
-        self._file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
+        """Append the batches of a step, each (index, epoch, sample ids), in one write.
+
+        Raises: OSError when the disk is full.
+        """
+        told = json.dumps({"step": step, "batches": batches}, separators=(",", ":"))
+        line = b"\n" * self._torn + told.encode() + b"\n"
+        self._torn = True
+        if self._file.write(line) != len(line):
+            raise OSError(errno.ENOSPC, "a line was cut: no space left for samples.jsonl")
+        self._torn = False
 
     def close(self) -> None:
         """Close the file."""

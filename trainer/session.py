@@ -203,7 +203,10 @@ class Session:
         self._state.count(done)
         sums = done.sums
         if self._samples is not None:
-            self._samples.write(done.num_done, sums.batches)
+            try:
+                self._samples.write(done.num_done, sums.batches)
+            except OSError as error:
+                self._metrics.warning(f"samples.jsonl lacks step {done.num_done}: {error}")
         self._metrics.step(
             StepFigures(
                 step=done.num_done,

@@ -23,6 +23,7 @@ from trainer.compile_gate import CompileEvent, CompileGate
 from trainer.contract.config import TrainConfig
 from trainer.contract.manifest import Manifest
 from trainer.contract.warmup_stamp import write_stamp
+from trainer.device import current_device
 from trainer.model.target import Target
 from trainer.optim import Schedule
 from trainer.workers.target import Prepared
@@ -60,6 +61,8 @@ def warm_up(run_dir: Path, options: WarmupOptions | None = None) -> None:
 def _fill(manifest: Manifest, config: TrainConfig, options: WarmupOptions) -> None:
     devices, caches = assembly.devices_of(manifest, config), _Caches()
     began = time.monotonic()
+    if options.save is not None:
+        cache_store.require_place(options.save)
     if options.load is not None:
         size = cache_store.load(options.load, manifest)
         _say("warmup_artifacts", loaded=str(options.load), size_bytes=size)
@@ -135,7 +138,7 @@ def _warm_one(
     # As many drafters as there may be read gradients of the same type: the same kernels.
     replica.optimizer.arrange_gradients(1, config.optim.grad_accumulation)
     sums = assembly.warm_replica(gate, config, prepared, replica)
-    with assembly.current_device(replica.device):
+    with current_device(replica.device):
         replica.optimizer.apply(0, float(sums.loss_sum), float(sums.weight_sum))
     if replica.device.type == "cuda":
         torch.cuda.synchronize(replica.device)

@@ -165,6 +165,7 @@ def test_configuration_that_is_no_mapping_is_refused() -> None:
         ("run", {"log_every_steps": 0}, "run.log_every_steps: expected at least 1"),
         ("run", {"checkpoint_every_steps": 0}, "run.checkpoint_every_steps: expected at least 1"),
         ("compile", {"mode": "yes"}, "compile.mode: expected one of auto, on, off"),
+        ("target", {"fp8": "rows", "compile": "off"}, "target.fp8: rows needs compiled layers on"),
         ("compile", {"gate": "auto"}, "compile.gate: expected one of on, off"),
         ("compile", {"watchdog_s": 0.0}, "compile.watchdog_s: expected above 0"),
         ("compile", {"limit_s": 1.0}, "compile.limit_s: expected at least watchdog_s (120.0)"),
@@ -176,6 +177,15 @@ def test_value_out_of_range_is_named_with_what_was_expected(
     with pytest.raises(ConfigError) as info:
         TrainConfig.from_dict(_with(section, **values))
     assert str(info.value).startswith(told)
+
+
+def test_what_needs_compiled_code_is_refused_on_a_cpu() -> None:
+    raw = _with("target", fp8="rows")
+    assert TrainConfig.from_dict(raw).target.fp8 == "rows"
+    with pytest.raises(ConfigError, match=r"target\.fp8: .*device is cpu, compile\.mode is off"):
+        TrainConfig.from_dict(raw | {"run": {"device": "cpu"}, "compile": {"mode": "off"}})
+    with pytest.raises(ConfigError, match=r"compile\.mode: on needs run\.device cuda"):
+        TrainConfig.from_dict(NEEDED | {"run": {"device": "cpu"}, "compile": {"mode": "on"}})
 
 
 def test_dpace_needs_no_decay_by_position() -> None:

@@ -1,8 +1,12 @@
 """Events and log lines, figures worked out by hand."""
 
+import errno
 import io
+import resource
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +178,54 @@ def test_samples_are_logged_a_line_a_step_and_a_cut_line_is_closed(tmp_path: Pat
         b'{"step":2,"batches":[[2,1,[5]]]}',
         b"",
     ]
+
+
+def test_events_that_a_full_disk_refuses_are_counted_and_told_when_there_is_room(
+    metrics: Metrics, tmp_path: Path, told: io.StringIO
+) -> None:
+    path, samples = tmp_path / "metrics.jsonl", SampleLog(tmp_path)
+    metrics.warning("first")
+    with _room_of_a_file(path.stat().st_size + 40):
+        metrics.warning("second")  # cut in the middle
+        metrics.warning("third")
+    with _room_of_a_file(20), pytest.raises(OSError, match="a line was cut"):
+        samples.write(1, [(0, 0, (4, 2))])
+    metrics.warning("fourth")
+    metrics.close()
+    samples.write(2, [(1, 0, (3,))])
+    samples.close()
+    assert [(event["seq"], event["text"]) for event in _events(path)] == [
+        (0, "first"),
+        (1, "2 events before this one could not be written"),
+        (2, "fourth"),
+    ]
+    assert told.getvalue().count("metrics.jsonl cannot be written, the run goes on") == 1
+    lines = (tmp_path / "samples.jsonl").read_bytes().split(b"\n")
+    assert lines == [b'{"step":1,"batches":', b'{"step":2,"batches":[[1,0,[3]]]}', b""]
+
+
+@contextmanager
+def _room_of_a_file(size_bytes: int) -> Iterator[None]:
+    """Let no file of this process grow beyond a size, as on a full disk."""
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, old[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+
+
+class _FullLog(io.StringIO):
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_log_that_cannot_be_written_ends_no_training(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path / "metrics.jsonl", "run-1", CPU, console=_FullLog())
+    metrics.note("one")
+    metrics.warning("two")
+    metrics.close()
+    assert [event["text"] for event in _events(tmp_path / "metrics.jsonl")] == ["two"]
 
 
 def test_threads_write_whole_lines_with_one_sequence(metrics: Metrics, tmp_path: Path) -> None:

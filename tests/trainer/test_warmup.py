@@ -75,7 +75,9 @@ def test_artefacts_travel_to_a_host_of_the_same_kind_alone(make_run: MakeRun) ->
         cache_store.unframed(content, path, replace(manifest, gpus=gpus))
     with pytest.raises(ConfigError, match=r"made for torch .*, this run has 2\.99"):
         cache_store.unframed(content, path, replace(manifest, packages={"torch": "2.99"}))
-    for cut in (content[:-1], content[:-1] + b"x"):
+    head = content.index(b"{")
+    cuts = (content[:-1], content[:-1] + b"x", content[: head + 9], content[:head] + b"[7]\nx")
+    for cut in cuts:
         with pytest.raises(ConfigError, match="is damaged"):
             cache_store.unframed(cut, path, manifest)
 
@@ -94,6 +96,17 @@ def test_warm_up_that_compiled_nothing_has_nothing_to_save(
     assert main(["warmup", "--run-dir", str(make_run()), "--save-artifacts", str(path)]) == 2
     assert "nothing was compiled, so there is nothing to save" in capsys.readouterr().err
     assert not path.exists()
+
+
+def test_place_where_no_artefacts_can_be_saved_is_refused_before_the_warm_up(
+    make_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = make_run()
+    for path in (tmp_path, tmp_path / "nowhere" / "caches.bin"):
+        assert main(["warmup", "--run-dir", str(run_dir), "--save-artifacts", str(path)]) == 2
+        told = capsys.readouterr()
+        assert told.err.startswith(f"error: {path}: no file can be written there")
+        assert told.out == ""  # nothing was loaded for it
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ def check(config: Sections) -> None:
         if not good:
             raise ConfigError(f"{key}: expected {expected}, got {found!r}")
     _check_choices(config)
+    _check_compiled(config)
     _check_draft(config)
 
 
@@ -204,6 +205,27 @@ def _check_choices(config: Sections) -> None:
     needed, value = needs.get(config.run.export_weights, ("", 0))
     if value is None:
         raise ConfigError(f"run.export_weights: {config.run.export_weights} needs {needed}; set it")
+
+
+def _check_compiled(config: Sections) -> None:
+    """Refuse what needs compiled code where there is none, before a GPU is taken for it."""
+    on_cpu, mode = config.run.device == "cpu", config.compile.mode
+    if mode == "on" and on_cpu:
+        raise ConfigError(
+            "compile.mode: on needs run.device cuda; on the CPU attention is SDPA and there is"
+            " nothing to compile"
+        )
+    against = {
+        "run.device is cpu": on_cpu,
+        "compile.mode is off": mode == "off",
+        "target.compile is off": config.target.compile == "off",
+    }
+    why = ", ".join(words for words, holds in against.items() if holds)
+    if config.target.fp8 != "off" and why:
+        raise ConfigError(
+            f"target.fp8: {config.target.fp8} needs compiled layers on a GPU, but {why}; set"
+            " target.fp8 to off"
+        )
 
 
 def _check_draft(config: Sections) -> None:

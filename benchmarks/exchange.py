@@ -26,6 +26,7 @@ from trainer import assembly
 from trainer.channel import OrderedChannel
 from trainer.compile_gate import CompileGate, GateSettings
 from trainer.contract.config import OptimConfig, TrainConfig
+from trainer.device import current_device
 from trainer.model.draft import DraftModel
 from trainer.model.target import FrozenHead
 from trainer.optim import DraftOptimizer, Schedule
@@ -58,7 +59,7 @@ class Bench:
             device = torch.device("cpu")
             if options.device != "cpu":
                 device = torch.device("cuda", rank % torch.cuda.device_count())
-            with assembly.current_device(device):
+            with current_device(device):
                 draft = DraftModel(draft_config(case), device=device, attention=attention)
                 draft.train()
                 optimizer = DraftOptimizer(draft, OptimConfig(lr=1e-5), Schedule(10_000, 0, 1.0))
@@ -80,7 +81,7 @@ class Bench:
         options, replicas = self.options, self.replicas[:num_drafters]
         for replica in replicas:
             replica.optimizer.arrange_gradients(num_drafters, options.accumulation)
-            with assembly.current_device(replica.device):
+            with current_device(replica.device):
                 forward_backward(replica, self.gate, self.prepared[replica.rank], self.config)
                 replica.optimizer.rehearse()
                 if replica.device.type == "cuda":

@@ -8,6 +8,7 @@ from trainer import assembly
 from trainer.contract.config import TrainConfig
 from trainer.contract.evaluations import EMA, RAW
 from trainer.data.dataset import load_tokenizer
+from trainer.device import current_device
 from trainer.held_out import HeldOut, PromptSet, draft_copy, load_prompt_sets, num_in_training
 from trainer.metrics import Metrics
 from trainer.run_state import RunState
@@ -78,7 +79,7 @@ class Evaluator:
             "saved": self.state.saved == self.state.done,
         }
         kinds = {RAW: replica.optimizer.masters(), EMA: replica.optimizer.average()}
-        with assembly.current_device(device):
+        with current_device(device):
             for kind, weights in kinds.items():
                 if weights:
                     copy = draft_copy(replica.draft, device, weights)

@@ -9,13 +9,14 @@ are Triton's, and are imported where used.
 
 import itertools
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from trainer.device import current_device
 
 ALIGNMENT = 64  # numbers; every tensor of a flat layout begins at a multiple, for wide loads
 _ALIGNED_BYTES = 16  # what the kernels tell Triton of every address
@@ -109,7 +110,7 @@ class FusedAdamw:
         grads = _laid(grads)
         for part, partial in self._with_partials():
             dtype = _TYPES[_dtype_of(part, grads)]
-            with _on(self.device):
+            with current_device(self.device):
                 _squares[(part.num_blocks,)](
                     part.owner,
                     part.table(grads, self.params),
@@ -131,7 +132,7 @@ class FusedAdamw:
         grads = _laid(grads)
         for part, partial in self._with_partials():
             table, dtype = part.table(grads, self.params), _TYPES[part.dtype]
-            with _on(self.device):
+            with current_device(self.device):
                 _add_up[(part.num_blocks,)](
                     part.owner,
                     table,
@@ -165,7 +166,7 @@ class FusedAdamw:
         for part in self._parts:
             types = _TYPES[_dtype_of(part, grads)], _TYPES[part.dtype]
             table = part.table(grads, self.params)
-            with _on(self.device):
+            with current_device(self.device):
                 _adamw[(part.num_blocks,)](
                     part.owner,
                     table,
@@ -224,11 +225,6 @@ def _is_wide(param: Tensor) -> bool:
 def _dtype_of(part: _Part, grads: Sequence[Tensor | None]) -> torch.dtype:
     """Return the type of a part's gradients: that of its parameters, or fp32 for their sums."""
     return next((g.dtype for g in (grads[p] for p in part.places) if g is not None), part.dtype)
-
-
-def _on(device: torch.device) -> AbstractContextManager[None]:
-    """Triton launches on the current device, which need not be that of the tensors."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @triton.jit  # type: ignore[untyped-decorator]

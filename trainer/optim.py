@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from trainer.contract.config import OptimConfig
+from trainer.device import HostCopy
 from trainer.errors import CheckpointError, NonFiniteError
-from trainer.host_copy import HostCopy
 
 if TYPE_CHECKING:
     from trainer.fused_adamw import FusedAdamw, Moments

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from trainer import assembly
 from trainer.compile_gate import CompileGate
+from trainer.device import current_device
 from trainer.errors import DataError
 from trainer.model.attention import Attention, KeyValue, Mask
 from trainer.model.masks import BlockLayout, MaskRule
@@ -93,7 +94,7 @@ def replay(run_dir: Path, path: Path) -> bool:
         _print(failed.reason)
         _print(f"batch {failed.prepared.batch.index}, samples {failed.prepared.batch.sample_ids}")
         found = Findings()
-        with assembly.current_device(device):
+        with current_device(device):
             _look_at_inputs(found, replica, failed)
             watch(replica.draft, found)
             sums = forward_backward(replica, gate, failed.prepared, config, failed.progress)

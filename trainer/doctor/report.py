@@ -20,6 +20,7 @@ from trainer.contract.manifest import Manifest
 from trainer.data.dataset import Dataset, load_tokenizer
 from trainer.data.packing import BatchMaker, BatchPlan
 from trainer.data.shards import open_dataset
+from trainer.device import current_device
 from trainer.doctor import policy, room, samples, schedule
 from trainer.doctor.findings import PROBLEM, Finding, problem
 from trainer.doctor.text import report_text
@@ -154,7 +155,7 @@ def _with_target(
 ) -> None:
     chosen = policy.chosen_samples(len(dataset.samples), num_samples, config.seed)
     _say(f"asking the target about {len(chosen)} samples")
-    with assembly.current_device(target.device):
+    with current_device(target.device):
         found = policy.on_policy(target, [dataset.samples[i] for i in chosen], config.seed)
     report.on_policy = found
     report.findings += policy.policy_findings(found, dataset.path)

@@ -17,6 +17,7 @@ from trainer.contract.events import EventDecoder
 from trainer.contract.manifest import Manifest
 from trainer.data.coverage import Coverage
 from trainer.data.packing import Batch, BatchMaker
+from trainer.device import current_device
 from trainer.doctor.findings import Finding, problem, warning
 from trainer.errors import DataError
 from trainer.model.target import Target
@@ -164,11 +165,11 @@ def _timed(
 ) -> tuple[float, float]:
     """Return the seconds of the target's and of the drafter's part of one micro-batch."""
     began = time.monotonic()
-    with assembly.current_device(target.device):
+    with current_device(target.device):
         hidden = gated_features(gate, target, batch, FeatureCache(0))
         _settle(target.device)
     between = time.monotonic()
-    with assembly.current_device(replica.device):
+    with current_device(replica.device):
         sums = forward_backward(replica, gate, Prepared(batch, hidden), config)
         replica.optimizer.apply(0, float(sums.loss_sum), float(sums.weight_sum))
         _settle(replica.device)

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trainer.device import current_device
+
 _LOAD_BYTES = 16  # the widest load of a thread
 _GROUPS = 512  # loads of a program in flight: two a thread
 _SCORE_WARPS = 8
@@ -28,7 +30,7 @@ def score(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     entropy, total = (torch.empty(num_rows, device=logits.device) for _ in range(2))
     best = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows:
-        with torch.cuda.device(logits.device):
+        with current_device(logits.device):
             _score[(num_rows,)](
                 logits,
                 labels,
@@ -52,7 +54,7 @@ def slope(logits: Tensor, total: Tensor, labels: Tensor, weights: Tensor) -> Ten
     num_rows, num_columns = logits.shape
     num_blocks = triton.cdiv(num_columns, _SLOPE_BLOCK)
     if num_rows:
-        with torch.cuda.device(logits.device):
+        with current_device(logits.device):
             _slope[(num_rows * num_blocks,)](
                 logits,
                 total,

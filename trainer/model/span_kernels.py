@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trainer.device import current_device
 from trainer.errors import TargetError
 from trainer.model.spans import KEY_GRADIENT, Spans, Tiles, why_no_spans
 
@@ -54,7 +55,7 @@ class _SpanAttention(torch.autograd.Function):
         out = query.new_empty(rows, count, heads, dim)
         lse = query.new_empty(rows, heads, count, dtype=torch.float32)
         tiles = FORWARD
-        with torch.cuda.device(query.device):
+        with current_device(query.device):
             _forward[(triton.cdiv(count, tiles.queries) * rows * heads,)](
                 query, key, value, own_key, own_value, out, lse, spans.low, spans.high,
                 *_strides(query, key, value, own_key, own_value, out),
@@ -76,7 +77,7 @@ class _SpanAttention(torch.autograd.Function):
             grad = grad.contiguous()
         delta = torch.empty_like(lse)
         sizes, tiles = _sizes(query, key), KEY_GRADIENT
-        with torch.cuda.device(query.device):
+        with current_device(query.device):
             _delta[(triton.cdiv(count, 64) * rows * heads,)](
                 out, grad, delta, *_strides(out, grad), heads, count, DIM=dim, QUERIES=64
             )

@@ -14,8 +14,8 @@ from trainer.channel import OrderedChannel
 from trainer.compile_gate import CompileGate
 from trainer.contract.config import TrainConfig
 from trainer.data.packing import Batch
+from trainer.device import HostCopy
 from trainer.errors import NonFiniteError
-from trainer.host_copy import HostCopy
 from trainer.loss import LossSums, draft_loss
 from trainer.model.draft import DraftModel
 from trainer.model.target import FrozenHead

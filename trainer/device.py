@@ -1,7 +1,14 @@
-"""Numbers on their way from a device to the host, behind the work that makes them."""
+"""Working with one GPU among several: making it the current one, and reading numbers from it."""
+
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
+
+
+def current_device(device: torch.device) -> AbstractContextManager[None]:
+    """Make a GPU the current one inside: Triton launches where the thread is, not the tensors."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class HostCopy:

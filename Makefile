@@ -14,7 +14,7 @@ PYTEST_ARGS ?=
 PYTEST_WORKERS ?= 2
 FAULTS_ARGS ?=
 
-.PHONY: help setup model demo test lint types layers check faults coverage build clean
+.PHONY: help setup model demo test lint types layers check faults coverage build clean kernels
 
 help:
 	@sed -n 's/^# make //p' Makefile
@@ -50,6 +50,11 @@ check: lint types layers test
 
 faults: setup
 	$(PY) -m benchmarks.fault_campaign $(FAULTS_ARGS)
+
+# The Triton kernels without a GPU: Triton lies beside the environment, whose compilers it would change.
+kernels: setup
+	test -d .demo/triton || $(PY) -m pip install -q --no-deps --target .demo/triton 'triton>=3.9'
+	TRITON_INTERPRET=1 PYTHONPATH=.demo/triton $(PY) -m pytest -q tests/trainer/method/test_interpreted_kernels.py
 
 # Measuring makes processes slower: the CPU time of --help is not asked for, a test may take longer.
 coverage: setup model

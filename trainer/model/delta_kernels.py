@@ -4,11 +4,11 @@ Triton, CUDA only. Written plainly in ``target_layers.convolve_heads``; a compil
 passes of that, the longest over sums in fp32.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from trainer.device import current_device
 from trainer.model.target_layers import DeltaHeads, DeltaSizes
 
 _TOKENS = 16  # of one program, and all channels of one head
@@ -75,7 +75,7 @@ def convolve_heads(x: Tensor, position: Tensor, kernel: Tensor, sizes: DeltaSize
     value = x.new_empty(num_tokens, value_heads, dim)
     grid = (2 * key_heads + value_heads, triton.cdiv(num_tokens, _TOKENS))
     kernel = kernel.contiguous()
-    with torch.cuda.device_of(x):
+    with current_device(x.device):
         _convolve[grid](
             *(x, position, kernel, query, key, value),
             *(x.stride(0), num_tokens),

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -268,6 +269,8 @@ def _add_export_commands(commands: "argparse._SubParsersAction[argparse.Argument
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["train"]:  # while it starts, SIGTERM is a request to stop as SIGINT is
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     status = main()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # a full disk, or nobody reads: the status still counts

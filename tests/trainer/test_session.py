@@ -6,6 +6,8 @@ import os
 import resource
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -234,6 +236,17 @@ def test_signals_stop_with_a_checkpoint_and_resume_ends_the_same(
     assert [e["step"] for e in _events(run_dir, "step")] == list(range(1, 301))
     sums = [_events(r, "step")[-1]["tokens_total"] for r in (straight, run_dir)]
     assert sums[0] == sums[1]
+
+
+def test_sigterm_while_the_trainer_starts_is_a_stop_like_any_other(tmp_path: Path) -> None:
+    manifest = tmp_path / "manifest.json"
+    os.mkfifo(manifest)  # the trainer waits at its first step
+    argv = [sys.executable, "-m", "trainer", "train", "--run-dir", str(tmp_path)]
+    process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
+    with process, manifest.open("w"):  # it reads now
+        process.send_signal(signal.SIGTERM)
+        _, told = process.communicate()
+    assert (process.returncode, told.splitlines()[-1]) == (10, "error: interrupted")
 
 
 def test_started_run_with_checkpoints_is_not_started_over(make_run: MakeRun) -> None:

@@ -25,11 +25,15 @@ LOCK = "warmup.lock"
 def only_writer(directory: Path) -> Iterator[None]:
     """Hold the lock of a cache directory; one that this process was started with counts.
 
-    Raises: ConfigError when another process holds it.
+    Raises: ConfigError when another process holds it, or when nothing can be written there.
     """
-    directory.mkdir(parents=True, exist_ok=True)
     path = directory / LOCK
-    with path.open("ab") as lock:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        opened = path.open("ab")
+    except OSError as error:
+        raise ConfigError(f"cache directory {directory}: {error.strerror}") from error
+    with opened as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -105,7 +109,7 @@ def unframed(content: bytes, path: Path, manifest: Manifest) -> bytes:
     head, _, data = content.removeprefix(_MAGIC).partition(b"\n")
     try:
         told = dict(json.loads(head))
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         raise ConfigError(f"{path} is damaged: its head is no JSON; copy it again") from None
     if told.get("sha256") != hashlib.sha256(data).hexdigest():
         raise ConfigError(f"{path} is damaged: its sha256 is not the noted one; copy it again")

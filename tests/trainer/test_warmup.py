@@ -66,6 +66,16 @@ def test_lock_of_whoever_started_the_warm_up_is_its_own(tmp_path: Path) -> None:
     assert "another warm-up fills" in refused.stderr
 
 
+def test_cache_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for name in ("file", "file/below"):
+        with (
+            pytest.raises(ConfigError, match=f"cache directory .*{name}: (File exists|Not a dir)"),
+            cache_store.only_writer(tmp_path / name),
+        ):
+            pass
+
+
 def test_artefacts_travel_to_a_host_of_the_same_kind_alone(make_run: MakeRun) -> None:
     manifest, path = _manifest(make_run()), Path("caches.bin")
     content = cache_store.framed(b"data\nand more", manifest)
@@ -77,7 +87,7 @@ def test_artefacts_travel_to_a_host_of_the_same_kind_alone(make_run: MakeRun) ->
         cache_store.unframed(content, path, replace(manifest, packages={"torch": "2.99"}))
     head = content.index(b"{")
     cuts = (content[:-1], content[:-1] + b"x", content[: head + 9], content[:head] + b"[7]\nx")
-    for cut in cuts:
+    for cut in (*cuts, content[:head] + b"[" * 100_000 + b"\n"):
         with pytest.raises(ConfigError, match="is damaged"):
             cache_store.unframed(cut, path, manifest)
 

@@ -26,6 +26,7 @@ from trainer.device import current_device
 from trainer.errors import DataError, TargetError
 from trainer.loss import LossSums
 from trainer.model.attention import Attention, FlexAttention, SdpaAttention, SpanAttention
+from trainer.model.attention_proof import prove_spans
 from trainer.model.draft import DraftConfig, DraftModel, measured_tap_scale
 from trainer.model.settling import Settled, settle
 from trainer.model.spans import why_no_spans
@@ -305,9 +306,15 @@ def warm_targets(
 def warm_replica(
     gate: CompileGate, config: TrainConfig, prepared: Sequence[Prepared], replica: Replica
 ) -> LossSums:
-    """Run forward and backward of every batch; returns the sums of the last."""
-    replica.draft.train()
+    """Run forward and backward of every batch; returns the sums of the last.
+
+    Raises: TargetError when the attention's kernels give wrong numbers on this device.
+    """
+    draft, attention = replica.draft, replica.draft.attention
+    draft.train()
     with current_device(replica.device):
+        if isinstance(attention, SpanAttention):
+            prove_spans(attention.attend, draft.config, replica.device)
         sums = [forward_backward(replica, gate, one, config) for one in prepared]
     return sums[-1]
 

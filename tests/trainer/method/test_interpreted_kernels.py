@@ -1,6 +1,7 @@
 """The Triton kernels on a CPU, by Triton's own interpreter: ``make kernels``."""
 
 import os
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ import torch.nn.functional as F  # noqa: N812
 
 from trainer.model import target_layers
 from trainer.model.attention import SdpaAttention
+from trainer.model.attention_proof import prove_spans
+from trainer.model.draft import DraftConfig
 from trainer.model.masks import BlockLayout, MaskRule
 from trainer.model.spans import Spans, span_tensors
 
@@ -61,6 +64,13 @@ def test_attention_over_spans_and_its_gradients_are_those_of_dense_attention(
     pairs = [(out, *torch.autograd.grad(out, inputs, upstream)) for out in (ours, wanted)]
     for ours, wanted in zip(*pairs, strict=True):
         torch.testing.assert_close(ours, wanted, atol=2e-5, rtol=1e-4)
+
+
+def test_the_proof_at_the_start_passes(draft_config: Callable[..., DraftConfig]):
+    from trainer.model.span_kernels import span_attention  # noqa: PLC0415 - needs Triton
+
+    config = draft_config(head_dim=16, block_size=4)
+    assert prove_spans(span_attention, config, torch.device("cpu")) < 1e-5
 
 
 @pytest.mark.parametrize("num_columns", [7, 2049])

@@ -160,27 +160,38 @@ def _own(queries, keys, count, BLOCK: tl.constexpr, CAUSAL: tl.constexpr):
 
 
 @triton.jit
+def _attend_tile(q, k, v, seen, acc, top, total, scale, MASKED: tl.constexpr):
+    """Take a tile of keys into the running softmax of a tile of queries; ``seen``: [q, keys].
+
+    A query may see nothing of a tile, the first one included.
+    """
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if MASKED:
+        scores = tl.where(seen, scores, -1e30)  # finite, so that no difference is NaN
+    higher = tl.maximum(top, tl.max(scores, 1))
+    shrink = tl.exp2(top - higher)
+    p = tl.exp2(scores - higher[:, None])
+    if MASKED:
+        p = tl.where(seen, p, 0.0)
+    total = total * shrink + tl.sum(p, 1)
+    acc = acc * shrink[:, None]
+    acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+    return acc, higher, total
+
+
+@triton.jit
 def _attend_own(
     acc, top, total, q, k_at, v_at, k_t, v_t, begin, end, queries, count, scale,
     BLOCK: tl.constexpr, CAUSAL: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """``_attend_context`` for tiles of the blocks' keys."""
+    """``_attend_tile`` of tiles of the blocks' keys."""
     for start in range(begin, end, KEYS):
         keys = start + tl.arange(0, KEYS)
         k = _load_tile(k_at, keys, count, k_t, DIM)
         v = _load_tile(v_at, keys, count, v_t, DIM)
         seen = _own(queries[:, None], keys[None, :], count, BLOCK, CAUSAL)
-        # A tile that a query sees nothing of may come before the one with its block.
-        seen = seen | (queries >= count)[:, None]
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        scores = tl.where(seen, scores, -1e30)
-        higher = tl.maximum(top, tl.max(scores, 1))
-        shrink = tl.exp2(top - higher)
-        p = tl.where(seen, tl.exp2(scores - higher[:, None]), 0.0)
-        total = total * shrink + tl.sum(p, 1)
-        acc = acc * shrink[:, None]
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
-        top = higher
+        seen = seen | (queries >= count)[:, None]  # their sums, stored nowhere, are not zero then
+        acc, top, total = _attend_tile(q, k, v, seen, acc, top, total, scale, True)
     return acc, top, total
 
 
@@ -189,22 +200,15 @@ def _attend_context(
     acc, top, total, q, k_at, v_at, k_t, v_t, begin, end, low, high, length, scale,
     MASKED: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Take tiles of context keys into the running softmax of a tile of queries."""
+    """``_attend_tile`` of tiles of context keys."""
     for start in range(begin, end, KEYS):
         keys = start + tl.arange(0, KEYS)
         k = _load_tile(k_at, keys, length, k_t, DIM)
         v = _load_tile(v_at, keys, length, v_t, DIM)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        seen = keys[None, :] < length
         if MASKED:
             seen = (keys[None, :] >= low[:, None]) & (keys[None, :] < high[:, None])
-            scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, 1))
-        shrink = tl.exp2(top - higher)
-        p = tl.exp2(scores - higher[:, None])
-        total = total * shrink + tl.sum(p, 1)
-        acc = acc * shrink[:, None]
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
-        top = higher
+        acc, top, total = _attend_tile(q, k, v, seen, acc, top, total, scale, MASKED)
     return acc, top, total
 
 

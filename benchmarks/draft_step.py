@@ -25,12 +25,13 @@ from torch import Tensor
 from trainer.compile_gate import CompileGate, GateSettings
 from trainer.contract.config import LOSSES, VARIANTS, OptimConfig, TrainConfig
 from trainer.data.packing import Batch, Document
+from trainer.learning_rate import Schedule
 from trainer.loss import draft_loss
 from trainer.model.attention import Attention, FlexAttention, SdpaAttention, SpanAttention
 from trainer.model.draft import DraftModel
 from trainer.model.draft_config import DraftConfig
 from trainer.model.target import FrozenHead
-from trainer.optim import DraftOptimizer, Schedule
+from trainer.optim import DraftOptimizer
 from trainer.workers.drafter import Replica, forward_backward
 from trainer.workers.target import Prepared
 

@@ -27,9 +27,10 @@ from trainer.channel import OrderedChannel
 from trainer.compile_gate import CompileGate, GateSettings
 from trainer.contract.config import OptimConfig, TrainConfig
 from trainer.device import current_device
+from trainer.learning_rate import Schedule
 from trainer.model.draft import DraftModel
 from trainer.model.target import FrozenHead
-from trainer.optim import DraftOptimizer, Schedule
+from trainer.optim import DraftOptimizer
 from trainer.sync import GradientSync
 from trainer.workers.drafter import DrafterWorker, Replica, StepDone, StepRange, forward_backward
 from trainer.workers.supervisor import Pulse, StopRequest

@@ -19,11 +19,12 @@ import torch
 from benchmarks.draft_step import Case, Shapes, draft_config, make_batch, random_head, train_config
 from trainer.compile_gate import CompileGate, GateSettings
 from trainer.contract.config import OptimConfig
+from trainer.learning_rate import Schedule
 from trainer.loss import draft_loss
 from trainer.model.attention import Attention, SdpaAttention, SpanAttention
 from trainer.model.draft import DraftModel
 from trainer.model.target import FrozenHead
-from trainer.optim import DraftOptimizer, Schedule
+from trainer.optim import DraftOptimizer
 from trainer.workers.drafter import Replica, forward_backward
 from trainer.workers.target import Prepared
 

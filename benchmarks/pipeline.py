@@ -37,9 +37,9 @@ from trainer.contract.config import TrainConfig, with_override
 from trainer.data.dataset import ChatDataset, Sample
 from trainer.data.packing import BatchMaker, BatchPlan
 from trainer.errors import ChannelClosedError
+from trainer.learning_rate import Schedule
 from trainer.metrics import Memory
 from trainer.model.target import Target, default_target_layer_ids
-from trainer.optim import Schedule
 from trainer.workers.drafter import Replica, StepDone, StepRange
 from trainer.workers.pipeline import Pipeline
 from trainer.workers.place import take_place

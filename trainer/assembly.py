@@ -24,6 +24,7 @@ from trainer.data.packing import Batch, BatchMaker, BatchPlan
 from trainer.data.shards import open_dataset
 from trainer.device import current_device
 from trainer.errors import DataError, TargetError
+from trainer.learning_rate import Schedule
 from trainer.loss import LossSums
 from trainer.model.attention import Attention, FlexAttention, SdpaAttention, SpanAttention
 from trainer.model.attention_proof import prove_spans
@@ -31,7 +32,7 @@ from trainer.model.draft import DraftConfig, DraftModel, measured_tap_scale
 from trainer.model.settling import Settled, settle
 from trainer.model.spans import why_no_spans
 from trainer.model.target import Target, load_target
-from trainer.optim import DraftOptimizer, Schedule
+from trainer.optim import DraftOptimizer
 from trainer.workers.drafter import Replica, StepRange, forward_backward
 from trainer.workers.target import FeatureCache, Prepared, gated_features
 

@@ -18,9 +18,9 @@ from trainer import assembly
 from trainer.compile_gate import CompileGate
 from trainer.device import current_device
 from trainer.errors import DataError
+from trainer.learning_rate import Schedule
 from trainer.model.attention import Attention, KeyValue, Mask
 from trainer.model.masks import BlockLayout, MaskRule
-from trainer.optim import Schedule
 from trainer.workers.drafter import Replica, forward_backward
 from trainer.workers.failed_batch import FailedBatch, load_failed
 

@@ -20,9 +20,9 @@ from trainer.evaluator import Evaluator, read_prompt_sets
 from trainer.export import export_draft
 from trainer.export.card import describe
 from trainer.held_out import HeldOut
+from trainer.learning_rate import Schedule
 from trainer.metrics import Flow, Metrics, SampleLog, StepFigures, Totals
 from trainer.model.target import Target
-from trainer.optim import Schedule
 from trainer.run_state import RunState
 from trainer.workers.drafter import Replica, StepDone, StepRange
 from trainer.workers.pipeline import Pipeline

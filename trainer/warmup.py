@@ -24,8 +24,8 @@ from trainer.contract.config import TrainConfig
 from trainer.contract.manifest import Manifest
 from trainer.contract.warmup_stamp import write_stamp
 from trainer.device import current_device
+from trainer.learning_rate import Schedule
 from trainer.model.target import Target
-from trainer.optim import Schedule
 from trainer.workers.target import Prepared
 
 

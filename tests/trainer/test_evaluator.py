@@ -20,10 +20,10 @@ from trainer.data.dataset import load_tokenizer
 from trainer.errors import CheckpointError, DataError
 from trainer.evaluator import Evaluator
 from trainer.held_out import HeldOut, draft_copy, load_prompt_sets
+from trainer.learning_rate import Schedule
 from trainer.metrics import Metrics
 from trainer.model.attention import FlexAttention
 from trainer.model.draft import DraftModel
-from trainer.optim import Schedule
 from trainer.results import Choice, EvaluationOptions, evaluate_run, export_run
 from trainer.run_state import RunState
 from trainer.session import Session

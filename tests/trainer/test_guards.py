@@ -26,8 +26,8 @@ from trainer.errors import (
     TrainerError,
     WorkerError,
 )
+from trainer.learning_rate import Schedule
 from trainer.model.attention import FlexAttention
-from trainer.optim import Schedule
 from trainer.replay import SeenAttention
 from trainer.session import Session
 from trainer.sync import GradientSync

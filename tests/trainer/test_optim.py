@@ -10,7 +10,8 @@ from torch import nn
 from trainer import checkpoint
 from trainer.contract.config import OptimConfig
 from trainer.errors import CheckpointError, NonFiniteError
-from trainer.optim import DraftOptimizer, Schedule, WeightAverage
+from trainer.learning_rate import Schedule
+from trainer.optim import DraftOptimizer, WeightAverage
 
 FLAT = Schedule(num_steps=100, num_warmup_steps=0, min_frac=1.0)
 

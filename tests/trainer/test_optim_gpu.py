@@ -9,7 +9,8 @@ from torch import nn
 
 from trainer.contract.config import OptimConfig
 from trainer.errors import NonFiniteError
-from trainer.optim import DraftOptimizer, Schedule
+from trainer.learning_rate import Schedule
+from trainer.optim import DraftOptimizer
 
 pytestmark = [
     pytest.mark.gpu,

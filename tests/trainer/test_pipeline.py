@@ -11,8 +11,8 @@ import pytest
 from trainer import assembly
 from trainer.compile_gate import CompileGate
 from trainer.errors import WorkerError
+from trainer.learning_rate import Schedule
 from trainer.model.target import Target
-from trainer.optim import Schedule
 from trainer.workers.drafter import StepDone
 from trainer.workers.pace import PaceWatch
 from trainer.workers.pipeline import Pipeline

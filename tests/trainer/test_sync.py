@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from trainer.contract.config import OptimConfig
 from trainer.errors import ChannelClosedError
-from trainer.optim import DraftOptimizer, Schedule
+from trainer.learning_rate import Schedule
+from trainer.optim import DraftOptimizer
 from trainer.sync import Bucket, Exchanged, GradientSync, StepSums, buckets_of
 
 SIZES = (5, 700, 1, 64, 231)  # 1,001 numbers

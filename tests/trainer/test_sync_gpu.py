@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from trainer.contract.config import OptimConfig
-from trainer.optim import DraftOptimizer, Schedule
+from trainer.learning_rate import Schedule
+from trainer.optim import DraftOptimizer
 from trainer.sync import GradientSync, StepSums
 
 pytestmark = [

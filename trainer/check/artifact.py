@@ -17,9 +17,9 @@ from trainer.checkpoint import CheckpointState
 from trainer.contract.config import TrainConfig
 from trainer.errors import CheckpointError
 from trainer.export import export_draft, load_export
+from trainer.learning_rate import Schedule
 from trainer.model.attention import SdpaAttention
 from trainer.model.draft import DraftModel
-from trainer.optim import Schedule
 from trainer.workers.drafter import StepRange
 
 _FOLDED = 1e-4  # folding the tap scales into fc rounds once

@@ -15,10 +15,10 @@ from trainer.check.findings import FaultFoundError, NotApplicableError
 from trainer.check.subject import Subject, make_batch
 from trainer.data.packing import Batch, BatchMaker, BatchPlan
 from trainer.errors import TargetError
+from trainer.learning_rate import Schedule
 from trainer.model.attention import SdpaAttention
 from trainer.model.batching import settle_batching
 from trainer.model.target import Target
-from trainer.optim import Schedule
 from trainer.workers.target import FeatureCache, batch_features
 
 # Difference of features, as a share of their size, that rounding explains: a batch sums in another

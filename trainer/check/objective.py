@@ -12,9 +12,9 @@ from trainer import assembly
 from trainer.check.findings import FaultFoundError
 from trainer.check.subject import Scene, Subject
 from trainer.compile_gate import CompileGate
+from trainer.learning_rate import Schedule
 from trainer.loss import LossSums, block_hidden, draft_loss
 from trainer.model.attention import SdpaAttention
-from trainer.optim import Schedule
 from trainer.workers.drafter import Replica, forward_backward
 from trainer.workers.target import Prepared
 

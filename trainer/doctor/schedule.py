@@ -20,8 +20,8 @@ from trainer.data.packing import Batch, BatchMaker
 from trainer.device import current_device
 from trainer.doctor.findings import Finding, problem, warning
 from trainer.errors import DataError
+from trainer.learning_rate import Schedule
 from trainer.model.target import Target
-from trainer.optim import Schedule
 from trainer.workers.drafter import Replica, forward_backward
 from trainer.workers.target import FeatureCache, Prepared, gated_features
 

@@ -142,7 +142,7 @@ def _warm_one(
         replica.optimizer.apply(0, float(sums.loss_sum), float(sums.weight_sum))
     if replica.device.type == "cuda":
         torch.cuda.synchronize(replica.device)
-    shapes = [tuple(one.batch.input_ids.shape) for one in prepared]
+    shapes = [(*one.batch.input_ids.shape, one.batch.anchor_positions.shape[1]) for one in prepared]
     return _say(
         "warmup",
         device=str(replica.device),

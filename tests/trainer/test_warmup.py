@@ -34,7 +34,7 @@ def test_every_declared_row_length_is_warmed_up(
     run_dir = make_run(data={**ROWS, "token_budget": 64, "max_batch_size": 3})
     assert main(["warmup", "--run-dir", str(run_dir)]) == 0
     (told,) = _lines(capsys.readouterr().out, "warmup")
-    assert told["shapes"] == [[3, 12], [2, 32]]
+    assert told["shapes"] == [[3, 12, 4], [2, 32, 4]]  # rows, tokens, anchors
     assert told["loss"] > 0
 
 

@@ -23,6 +23,7 @@ from trainer.errors import DataError
 ROW_MULTIPLE = 16  # row lengths are rounded up to this, so that few shapes occur
 WINDOW_BATCHES = 64  # batches' worth of samples that are sorted by length together
 OPEN_ROWS = 16  # packed rows that are filled at the same time
+ANCHOR_MULTIPLE = 16  # anchors of a short row are rounded up to this
 _PART = 1 << 16
 _LOOK_AT_BATCHES = 256  # for a large one
 
@@ -166,7 +167,10 @@ class BatchPlan:
         return self._ends[epoch] if epoch >= 0 else 0
 
     def shapes(self) -> list[tuple[int, int]] | None:
-        """Return (rows, row length) of all batches of all epochs; None where nobody has said."""
+        """Return (rows, row length) of all batches of all epochs; None where nobody has said.
+
+        ``anchors_of`` the row length completes them.
+        """
         config = self._config
         if config.packing:
             return [(1, config.token_budget)]
@@ -293,7 +297,7 @@ class BatchMaker:
             ids[place], mask[place], owner[place] = sample.input_ids, sample.loss_mask, number
             positions[place] = np.arange(document.length)
         seeds = [anchor_seed(self._config.seed, epoch, d.sample_id) for d in documents]
-        anchors, keep = sample_anchors(mask, owner, data.max_anchors, seeds)
+        anchors, keep = sample_anchors(mask, owner, anchors_of(shape[1], data), seeds)
         return Batch(
             index=index,
             epoch=epoch,
@@ -329,6 +333,25 @@ def row_length(longest: int, config: DataConfig) -> int:
 def rows_of(width: int, config: DataConfig) -> int:
     """Return how many rows of this length a batch may have."""
     return min(config.max_batch_size, config.token_budget // width)
+
+
+def anchors_of(width: int, config: DataConfig) -> int:
+    """Return how many anchors rows of this length have, padded ones included.
+
+    No more than data.max_anchors, and no more than there are places: the last token has no
+    successor. So what is drawn is the same as with data.max_anchors in every row.
+    """
+    places = -(-(width - 1) // ANCHOR_MULTIPLE) * ANCHOR_MULTIPLE
+    return max(1, min(config.max_anchors, places))
+
+
+def most_anchors(config: DataConfig) -> int:
+    """Return the anchors of the batch that has most of them, all rows together."""
+    if config.packing:
+        return anchors_of(config.token_budget, config)
+    lengths = config.row_lengths or range(1, config.max_length + 1)
+    widths = {row_length(length, config) for length in lengths}
+    return max(rows_of(width, config) * anchors_of(width, config) for width in widths)
 
 
 def place_features(per_document: Sequence[Tensor], batch: Batch) -> Tensor:

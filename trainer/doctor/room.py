@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from trainer.contract.config import TrainConfig
+from trainer.data.packing import most_anchors
 from trainer.doctor.findings import Finding, problem, warning
 from trainer.doctor.samples import DataFacts
 from trainer.export import tensor_shapes
@@ -186,8 +187,7 @@ def drafter_facts(draft: DraftConfig, config: TrainConfig, card: Card) -> Device
     """Return what a drafter GPU holds."""
     size, numbers = _SIZES[draft.dtype], draft_numbers(draft)
     data, vocab, hidden = config.data, draft.vocab_size, draft.hidden_size
-    rows = 1 if data.packing else data.max_batch_size
-    block_tokens = rows * data.max_anchors * draft.block_size
+    block_tokens = most_anchors(data) * draft.block_size
     # A sampled head has the rows of the labels, each perhaps another, and the random ones.
     sampled = min(vocab, config.loss.head_sample + block_tokens)
     columns = sampled if config.loss.head_sample else vocab

@@ -3,15 +3,24 @@
 import threading
 import tracemalloc
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from trainer.contract.config import DataConfig, TrainConfig
+from trainer.data.anchors import anchor_seed, sample_anchors
 from trainer.data.dataset import ChatDataset, Sample
-from trainer.data.packing import Batch, BatchMaker, BatchPlan, place_features
+from trainer.data.packing import (
+    Batch,
+    BatchMaker,
+    BatchPlan,
+    anchors_of,
+    most_anchors,
+    place_features,
+)
 from trainer.errors import DataError
 
 LENGTHS = np.random.default_rng(0).integers(5, 60, 300).tolist()
@@ -230,3 +239,48 @@ def test_examples_of_a_plan_are_one_batch_of_each_of_its_shapes(
     examples = maker.examples()
     assert [tuple(batch.input_ids.shape) for batch in examples] == shapes
     assert all(batch.num_anchors for batch in examples)
+
+
+@pytest.mark.parametrize(
+    ("width", "anchors"),
+    # 16 tokens have 15 successors; 64 have 63, rounded up to 64; never more than max_anchors.
+    [(1, 1), (2, 16), (16, 16), (17, 16), (18, 32), (64, 50), (4096, 50)],
+)
+def test_rows_have_no_more_anchors_than_places(width: int, anchors: int):
+    assert anchors_of(width, DataConfig(path="x", max_anchors=50)) == anchors
+
+
+@pytest.mark.parametrize(
+    ("data", "most"),
+    [
+        # 7 rows of 16 anchors, 6 of 48 (40 tokens) or 4 of 50.
+        ({"row_lengths": (16, 40, 64)}, 6 * 48),
+        ({"row_lengths": (64,)}, 4 * 50),
+        # Any multiple of 16: 5 rows of 48 tokens have 240 anchors, 7 of 32 have 224.
+        ({}, 240),
+        ({"packing": True}, 50),
+    ],
+)
+def test_batch_with_most_anchors_is_found(data: dict[str, Any], most: int):
+    config = replace(data_config(packing=False), max_anchors=50, **data)
+    assert most_anchors(config) == most
+
+
+def test_short_rows_draw_the_anchors_that_they_would_draw_beside_more_padding(
+    train_config: Callable[..., TrainConfig],
+):
+    config = train_config(
+        data={"row_lengths": (16, 40, 64), "max_batch_size": 7, "max_anchors": 50}
+    )
+    plan, maker = laid_out(config)
+    found = set()
+    for index in range(plan.num_batches(2)):
+        batch = maker.make(index)
+        found.add((batch.input_ids.shape[1], batch.anchor_positions.shape[1]))
+        seeds = [anchor_seed(config.seed, batch.epoch, i) for i in batch.sample_ids]
+        mask, owner = batch.loss_mask.numpy(), batch.document_ids.numpy()
+        wide, keep = sample_anchors(mask, owner, 50, seeds)
+        for row in range(len(wide)):
+            drawn = batch.anchor_positions[row][batch.anchor_keep[row]]
+            assert drawn.tolist() == wide[row][keep[row]].tolist()
+    assert found == {(16, 16), (40, 48), (64, 50)}

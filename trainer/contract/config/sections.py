@@ -42,9 +42,10 @@ class DataConfig:
     max_length. max_length: tokens a sample keeps. token_budget: tokens
     of one micro-batch, padding included. max_batch_size: samples of one micro-batch. packing: True
     lays samples one after another in a single row of token_budget tokens, False gives each its own
-    right-padded row. max_anchors: anchors of a row. row_lengths: without packing, the padded
-    lengths that rows may have, ascending; a batch then has as many rows as token_budget allows, and
-    these few shapes are all that a compiled run warms up and takes. None pads to the longest row.
+    right-padded row. max_anchors: anchors of a row; short rows are padded to those that they have
+    room for. row_lengths: without packing, the padded lengths that rows may have, ascending; a
+    batch then has as many rows as token_budget allows, and these few shapes are all that a compiled
+    run warms up and takes. None pads to the longest row.
     """
 
     path: str = ""

@@ -1,7 +1,7 @@
 """When a run evaluates itself, and what becomes of the result."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trainer import assembly
@@ -11,6 +11,7 @@ from trainer.data.dataset import load_tokenizer
 from trainer.device import current_device
 from trainer.held_out import HeldOut, PromptSet, draft_copy, load_prompt_sets, num_in_training
 from trainer.metrics import Metrics
+from trainer.model.target import Target
 from trainer.run_state import RunState
 from trainer.workers.drafter import Replica, StepRange
 from trainer.workers.supervisor import Pulse, StopRequest
@@ -45,10 +46,17 @@ class Evaluator:
     metrics: Metrics
     stop: StopRequest
 
-    def evaluate_when_due(self, replica: Replica, steps: StepRange, pulse: Pulse | None) -> None:
+    def evaluate_when_due(
+        self,
+        replica: Replica,
+        steps: StepRange,
+        pulse: Pulse | None,
+        target: Target | None = None,
+    ) -> None:
         """Evaluate the step that was just done, if it is to be and was not.
 
         ``pulse``: of the thread that calls, between two of its steps; None before training.
+        ``target``: decodes in place of that of ``held_out``.
         """
         step = self.state.done
         is_due = step and (step % self.every_steps == 0 or step == steps.num_steps)
@@ -56,7 +64,13 @@ class Evaluator:
             return
         self.state.save_if_possible(replica, steps)  # what measures best must be there to be kept
         self.metrics.phase("evaluate", step=step)
-        entry = self._measured(replica, pulse)
+        held_out = self.held_out if target is None else replace(self.held_out, target=target)
+        if held_out.target is not self.held_out.target:
+            self.metrics.note(
+                f"decoding on {held_out.target.device}: the thread of the first target was left out"
+                " or is slow"
+            )
+        entry = self._measured(held_out, replica, pulse)
         if entry is None:
             self.metrics.warning(f"evaluation of step {step} left out: asked to stop")
         else:
@@ -67,13 +81,15 @@ class Evaluator:
         if pulse is not None:
             self.metrics.phase("train", step=step, num_steps=steps.num_steps)
 
-    def _measured(self, replica: Replica, pulse: Pulse | None) -> dict[str, Any] | None:
+    def _measured(
+        self, held_out: HeldOut, replica: Replica, pulse: Pulse | None
+    ) -> dict[str, Any] | None:
         def keep_going(what: str) -> bool:
             if pulse is not None:
                 pulse.beat(what)
             return not self.stop.soft.is_set()
 
-        began, device = time.monotonic(), self.held_out.target.device
+        began, device = time.monotonic(), held_out.target.device
         entry: dict[str, Any] = {
             "step": self.state.done,
             "saved": self.state.saved == self.state.done,
@@ -83,7 +99,7 @@ class Evaluator:
             for kind, weights in kinds.items():
                 if weights:
                     copy = draft_copy(replica.draft, device, weights)
-                    measured = self.held_out.measure(copy, keep_going)
+                    measured = held_out.measure(copy, keep_going)
                     if measured is None:
                         return None
                     entry[kind] = measured

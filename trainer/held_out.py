@@ -1,9 +1,9 @@
 """Evaluation in training: held-out prompts decoded with the present draft and the live target.
 
-It happens between two steps, in the thread of drafter 0, on the first target's device: the other
-drafters wait at their next exchange, the target threads fill their queue and then wait as well.
-Nothing of the training is touched: the draft is copied, no random number is drawn, and each prompt
-holds the gate's shared side as a forward of the target does.
+It happens between two steps, in the thread of drafter 0, on the device of the first target that is
+sound: the other drafters wait at their next exchange, the target threads fill their queue and then
+wait as well. Nothing of the training is touched: the draft is copied, no random number is drawn,
+and each prompt holds the gate's shared side as a forward of the target does.
 """
 
 import copy

@@ -180,7 +180,8 @@ class Session:
             if done.num_done % self._config.run.checkpoint_every_steps == 0:
                 self._state.save_if_possible(replicas[0], steps)
             if self._evaluator is not None:
-                self._evaluator.evaluate_when_due(replicas[0], steps, pulse)
+                target = pipeline.sound_target()
+                self._evaluator.evaluate_when_due(replicas[0], steps, pulse, target)
 
         pipeline = self._pipeline = Pipeline(
             config=self._config,

@@ -272,6 +272,33 @@ def test_evaluation_of_a_run_that_stops_is_left_out_and_its_checkpoint_stays(
     assert state.saved == 4
 
 
+def test_target_that_failed_is_not_asked_when_another_decodes(
+    make_run: MakeRun, heldout: Path
+) -> None:
+    run_dir = make_run(evaluation=QUICK | {"prompts": str(heldout)})
+    manifest, config = assembly.read_manifest(run_dir)
+    cpu = torch.device("cpu")
+    broken, sound = (assembly.load_targets(config, [cpu])["cpu"] for _ in range(2))
+    gate = CompileGate(assembly.gate_settings(config, 1))
+    attention = assembly.attention_of(config, assembly.draft_config(config, sound), gate)
+    place, schedule = (0, cpu), Schedule(12, 0, 0.0)
+    replica = assembly.build_replica(config, sound, place, attention, schedule, None)
+    broken.model.resize_token_embeddings(2)  # fails on every other token
+    told = io.StringIO()
+    metrics = Metrics(run_dir / "metrics.jsonl", manifest.run_id, {}, console=told)
+    state = RunState(run_dir, config.run, metrics, resume=False)
+    sets = load_prompt_sets(config, load_tokenizer(config.target.path))
+    held_out = HeldOut(sets, broken, gate, config.evaluation)
+    state.done = 4
+    evaluator = Evaluator(held_out, 4, state, metrics, StopRequest())
+    evaluator.evaluate_when_due(replica, StepRange(0, 12, 1, 1), Pulse(), sound)
+    (event,) = _events(run_dir, "eval")
+    assert (event["step"], event["num_prompts"]) == (4, 3)
+    assert "decoding on cpu: the thread of the first target was left out or is slow" in (
+        told.getvalue().splitlines()
+    )
+
+
 def test_evaluation_shares_a_sealed_gate_with_the_steps(make_run: MakeRun, heldout: Path) -> None:
     run_dir = make_run(evaluation=QUICK | {"prompts": str(heldout)})
     _, config = assembly.read_manifest(run_dir)

@@ -24,12 +24,18 @@ MakeRun = Callable[..., Path]
 
 @dataclass
 class Story:
-    """What a pipeline did. failures: targets that work wait until so many others have failed."""
+    """What a pipeline did.
+
+    failures: targets that work wait until so many others have failed. costs: seconds a token that
+    threads seem to have needed so far.
+    """
 
     failures: int = 0
+    costs: dict[str, float] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     batches: list[int] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    sound: list[int] = field(default_factory=list)  # which target was to be trusted after a step
     all_failed: threading.Event = field(default_factory=threading.Event)
 
     def warn(self, text: str) -> None:
@@ -64,13 +70,14 @@ def _run(run_dir: Path, broken: Sequence[bool], story: Story) -> None:
     def on_step(done: StepDone, _pulse: Pulse) -> None:
         story.batches += [batch.batch_index for batch in done.sums.batches]
         story.losses.append(done.sums.loss_sum)
+        story.sound.append(pipeline.targets.index(pipeline.sound_target()))
 
     schedule = Schedule.from_config(config.optim, steps.num_steps)
     target, place = load(), (0, devices.drafters[0])
     attention = assembly.attention_of(config, assembly.draft_config(config, target), gate)
     replica = assembly.build_replica(config, target, place, attention, schedule, None)
     try:
-        Pipeline(
+        pipeline = Pipeline(
             config=config,
             gate=gate,
             maker=data.maker,
@@ -81,7 +88,12 @@ def _run(run_dir: Path, broken: Sequence[bool], story: Story) -> None:
             run_dir=run_dir,
             report=story.warn,
             on_step=on_step,
-        ).run()
+        )
+        story.sound.append(pipeline.targets.index(pipeline.sound_target()))
+        for name, cost in story.costs.items():
+            for _ in range(8):
+                pipeline.pace.note(name, cost)
+        pipeline.run()
     finally:
         gate.close()
 
@@ -94,6 +106,8 @@ def test_target_thread_that_fails_is_named_and_the_others_take_its_batches(
     _run(make_run("part"), [True, False, True], part)
     assert part.batches == whole.batches == list(range(8))
     assert part.losses == whole.losses
+    # Before anything runs the first one is taken, then the only one that has not failed.
+    assert (whole.sound, part.sound) == ([0] * 9, [0] + [1] * 8)
     assert whole.warnings == []
     first_lines = sorted(text.splitlines()[0] for text in part.warnings)
     assert [line.split(" failed and is left out")[0] for line in first_lines] == [
@@ -102,6 +116,14 @@ def test_target_thread_that_fails_is_named_and_the_others_take_its_batches(
     ]
     assert all("IndexError: index out of range in self" in line for line in first_lines)
     assert all("in _work" in text for text in part.warnings)  # the whole stack is in the log
+
+
+def test_target_of_a_slow_thread_is_not_decoded_with_while_another_is_sound(
+    make_run: MakeRun,
+) -> None:
+    slow = Story(costs={"target-1": 10e-6, "target-0": 40e-6})
+    _run(make_run(), [False, False], slow)
+    assert slow.sound == [0] + [1] * 8
 
 
 def test_last_target_thread_that_fails_ends_the_run_with_its_error(make_run: MakeRun) -> None:
@@ -121,6 +143,7 @@ def test_target_thread_three_times_slower_than_the_others_is_named_once() -> Non
     texts = [text for text in told if text is not None]
     assert len(texts) == 1
     # The others' medians are 10 and 12 us, theirs is 11: 40 / 11 = 3.6.
+    assert pace.slow == {"target-2"}
     assert texts[0].startswith("target-2 needs 40.0 us a token, 3.6 times the median of the other")
 
 

@@ -16,6 +16,12 @@ class PaceWatch:
         self._costs: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_WINDOW))
         self._told: set[str] = set()
 
+    @property
+    def slow(self) -> frozenset[str]:
+        """The threads that were told to be slow."""
+        with self._lock:
+            return frozenset(self._told)
+
     def note(self, name: str, seconds_per_token: float) -> str | None:
         """Count a batch; returns a text once for a thread 3 times slower than the median.
 

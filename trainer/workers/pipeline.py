@@ -41,6 +41,7 @@ class Pipeline:
     channel: OrderedChannel[Prepared] = field(init=False)
     supervisor: Supervisor = field(init=False)
     transfer: Transfer = field(init=False)
+    pace: PaceWatch = field(init=False)
 
     def __post_init__(self) -> None:
         run, each = self.config.run, self.steps.batches_per_step
@@ -51,7 +52,8 @@ class Pipeline:
             max_bytes=run.queue_bytes,
             makers=len(self.targets),
         )
-        self.transfer = Transfer(self._devices())
+        self.transfer, self.pace = Transfer(self._devices()), PaceWatch()
+        self._target_workers: list[TargetWorker] = []
         self._sync = GradientSync(len(self.replicas))
         self.supervisor = Supervisor(
             self.gate,
@@ -91,6 +93,16 @@ class Pipeline:
         channel = self.channel
         return Flow(channel.depth, channel.put_wait_s, channel.get_wait_s, channel.size_bytes)
 
+    def sound_target(self) -> Target:
+        """Return the first target whose thread was not left out and, if there is one, is not slow.
+
+        Its card can be trusted with further work, such as decoding.
+        """
+        working = [w for w in self._target_workers if not w.failed.is_set()]
+        slow = self.pace.slow
+        usual = [worker for worker in working if worker.name not in slow]
+        return next((worker.target for worker in (*usual, *working)), self.targets[0])
+
     def _devices(self) -> list[torch.device]:
         return [*(target.device for target in self.targets), *(r.device for r in self.replicas)]
 
@@ -103,7 +115,7 @@ class Pipeline:
 
     def add_targets(self) -> None:
         """Add the target threads, which feed the channel."""
-        cache, pace = FeatureCache(self.config.target.cache_bytes), PaceWatch()
+        cache = FeatureCache(self.config.target.cache_bytes)
         for number, target in enumerate(self.targets):
             worker = TargetWorker(
                 name=f"target-{number}",
@@ -114,10 +126,11 @@ class Pipeline:
                 transfer=self.transfer,
                 drafters=[replica.device for replica in self.replicas],
                 gate=self.gate,
-                pace=pace,
+                pace=self.pace,
                 report=self.report,
                 cpu_threads=self.config.run.cpu_threads,
             )
+            self._target_workers.append(worker)
             self.supervisor.add(worker.name, worker.run)
 
     def add_drafters(self) -> None:

@@ -9,7 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -143,7 +143,7 @@ class TargetWorker:
     """One target thread; all share the cache, the channel, the transfer and the pace watch.
 
     drafters: their devices by rank; batch ``index`` goes to the one of rank ``index`` modulo their
-    number. report: gets what does not end the run.
+    number. report: gets what does not end the run. failed: set when the thread is left out.
     """
 
     name: str
@@ -157,6 +157,7 @@ class TargetWorker:
     pace: PaceWatch
     report: Callable[[str], object]
     cpu_threads: int | None
+    failed: threading.Event = field(default_factory=threading.Event)
 
     def run(self, pulse: Pulse) -> None:
         """Work until the plan ends or the channel is closed.
@@ -170,6 +171,7 @@ class TargetWorker:
         except (ChannelClosedError, WorkerError, CompileGateError):
             raise
         except Exception as error:
+            self.failed.set()
             if not self.channel.retire(claimed):
                 raise
             text = _failure_text(self.name, error, sorted(claimed))

@@ -72,6 +72,7 @@ def test_what_arrives_is_what_was_made_though_memory_is_used_again(
             torch.cuda._sleep(_BUSY_CYCLES)
             sums.append(here.target_hidden.double().mean() + here.batch.input_ids.sum())
         del prepared, here
+    uses.synchronize()  # reading does not wait for a stream of one's own
     assert [float(value) for value in sums] == [number + 4.0 for number in range(20)]
 
 

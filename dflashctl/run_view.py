@@ -11,15 +11,12 @@ from typing import Any
 
 from dflashctl.event_stream import Ended, Heartbeat, Item, LogBytes, Notice, RunEvent
 from dflashctl.log_lines import LineAssembler
+from trainer.contract.throughput import Throughput
 
 NUM_LOG_LINES = 200
 STALL_AFTER_S = 60.0  # and at least STALL_STEPS times the usual step
 STALL_STEPS = 10
 QUIET_PHASE_AFTER_S = 900.0  # loading and compiling say nothing for minutes
-DROP_FRAC = 0.7  # of the run's own baseline
-NUM_RECENT = 5
-NUM_BASELINE = 200
-MIN_BASELINE = 20
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,6 @@ class RunView:
     non_finite_step: int | None = None
     warnings: deque[str] = field(default_factory=lambda: deque(maxlen=5))
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=200))
-    rates: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_BASELINE + NUM_RECENT))
     step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=50))
     log: deque[str] = field(default_factory=lambda: deque(maxlen=NUM_LOG_LINES))
     link: str = ""  # why there is no link, or ""
@@ -71,6 +67,7 @@ class RunView:
     strayed: str = ""  # which GPUs it holds that are not its own, or ""
     notes: deque[str] = field(default_factory=lambda: deque(maxlen=3))
     ended: Ended | None = None
+    _rates: Throughput = field(default_factory=Throughput)
     _lines: LineAssembler = field(default_factory=LineAssembler)
     _event_unix_s: float | None = None
     _beat_unix_s: float | None = None
@@ -126,14 +123,18 @@ class RunView:
             self._take_step(event)
         elif kind == "phase":
             self.phase = str(event.get("phase", ""))
+            if self.phase == "data":  # a new process
+                self._rates.begin()
         elif kind == "compile":
             self._take_compile(event)
         elif kind == "warning":
             self.warnings.append(str(event.get("text", "")))
         elif kind == "checkpoint":
             self.checkpoint = event
+            self._rates.pause(_number(event.get("checkpoint_s")) or 0.0)
         elif kind == "eval":
             self.evaluation = event
+            self._rates.pause(_number(event.get("evaluation_s")) or 0.0)
 
     def _take_compile(self, event: dict[str, Any]) -> None:
         self.num_compiles += 1
@@ -153,9 +154,12 @@ class RunView:
             self.non_finite_step = event.get("step")
         else:
             self.losses.append(loss)
-        for key, kept in (("tokens_per_s", self.rates), ("step_s", self.step_seconds)):
-            if (value := _number(event.get(key))) is not None:
-                kept.append(value)
+        if (step_s := _number(event.get("step_s"))) is not None:
+            self.step_seconds.append(step_s)
+        # Not tokens_per_s, which is a mean over many steps and falls minutes later.
+        at_s, tokens = _number(event.get("t_unix_s")), _number(event.get("tokens_total"))
+        if at_s is not None and tokens is not None:
+            self._rates.note(at_s, tokens)
 
     def _take_notice(self, notice: Notice) -> None:
         if notice.kind == "disconnected":
@@ -212,15 +216,8 @@ class RunView:
         return Alert("stall", f"no event for {age_s:.0f} s (the process is alive)")
 
     def _throughput(self) -> Alert | None:
-        rates = list(self.rates)
-        recent, before = rates[-NUM_RECENT:], rates[:-NUM_RECENT]
-        if len(before) < MIN_BASELINE:
-            return None
-        now, usual = median(recent), median(before)
-        if now >= DROP_FRAC * usual:
-            return None
-        share = f"{100 * now / usual:.0f} % of this run's own {usual / 1000:.2f}"
-        return Alert("throughput", f"{now / 1000:.2f} Ktok/s, {share}")
+        fall = self._rates.fall
+        return None if fall is None else Alert("throughput", str(fall))
 
 
 def _number(value: Any) -> float | None:

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -19,6 +19,7 @@ from typing import Any, TextIO
 import torch
 
 from trainer.contract.events import EventWriter
+from trainer.contract.throughput import RECENT_S, Throughput
 
 _WINDOW_STEPS = 50
 _MIB = 1 << 20
@@ -66,7 +67,7 @@ class Metrics:
     """Writes events and log lines; safe to call from any thread.
 
     ``devices`` maps the label of each device of the run to the device ("drafter:6": cuda:5).
-    ``experiments`` are marked in every step and at the end.
+    ``experiments`` are marked in every step and at the end. ``clock``: seconds.
     """
 
     def __init__(
@@ -77,8 +78,10 @@ class Metrics:
         *,
         experiments: Sequence[str] = (),
         console: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._writer = EventWriter(path, run_id)
+        self._clock = clock
         self._marks = {"experiments": list(experiments)} if experiments else {}
         self._devices = devices
         self._console = console or sys.stdout
@@ -87,6 +90,8 @@ class Metrics:
         self._num_steps, self._log_every = 0, 1
         self._window: deque[tuple[float, int, Totals]] = deque(maxlen=_WINDOW_STEPS + 1)
         self._last_flow = Flow(0, 0.0, 0.0)
+        self._throughput, self._fell = Throughput(), False
+        self._flows: deque[tuple[float, Flow]] = deque()  # of the last RECENT_S
         self.totals = Totals()
 
     def begin(self, step: int, num_steps: int, log_every: int, totals: Totals) -> None:
@@ -94,7 +99,9 @@ class Metrics:
         with self._lock:
             self._num_steps, self._log_every, self.totals = num_steps, log_every, totals
             self._window.clear()
-            self._window.append((time.monotonic(), step, totals))
+            self._window.append((self._clock(), step, totals))
+            self._throughput.begin()
+            self._throughput.note(self._clock(), totals.tokens)
 
     def phase(self, phase: str, **facts: Any) -> None:
         """Tell that a phase begins: load, data, warmup, train, checkpoint, export, ..."""
@@ -107,7 +114,8 @@ class Metrics:
             self.totals = Totals(
                 self.totals.tokens + figures.num_tokens, self.totals.anchors + figures.num_anchors
             )
-            self._window.append((time.monotonic(), figures.step, self.totals))
+            self._window.append((self._clock(), figures.step, self.totals))
+            self._watch_throughput(flow)
             if figures.step % self._log_every and figures.step != self._num_steps:
                 return
             values = self._step_values(figures, flow)
@@ -130,6 +138,8 @@ class Metrics:
     def checkpoint(self, step: int, path: Path, seconds: float) -> None:
         """Tell of a complete checkpoint."""
         size = sum(entry.stat().st_size for entry in path.iterdir())
+        with self._lock:
+            self._throughput.pause(seconds)
         self._tell(
             "checkpoint",
             f"checkpoint {path.name} ({size / _MIB:.1f} MiB) in {seconds:.1f} s",
@@ -143,6 +153,7 @@ class Metrics:
         """Tell of an evaluation in training, and leave its seconds out of the rates and the ETA."""
         with self._lock:
             pause_s = values["evaluation_s"]
+            self._throughput.pause(pause_s)
             self._window = deque(
                 ((began + pause_s, step, totals) for began, step, totals in self._window),
                 maxlen=self._window.maxlen,
@@ -199,6 +210,25 @@ class Metrics:
         with contextlib.suppress(OSError):  # there is nobody left to tell
             self._console.write(line + "\n")
             self._console.flush()
+
+    def _watch_throughput(self, flow: Flow) -> None:
+        """Warn once when the run has become slow, with who waited for whom."""
+        now, flows = self._clock(), self._flows
+        flows.append((now, flow))
+        while flows[0][0] < now - RECENT_S:
+            flows.popleft()
+        self._throughput.note(now, self.totals.tokens)
+        fall, fell = self._throughput.fall, self._fell
+        self._fell = fall is not None
+        if fall is None or fell:
+            return
+        since, first = flows[0]
+        room_s = flow.target_wait_s - first.target_wait_s
+        batch_s = flow.drafter_wait_s - first.drafter_wait_s
+        self.warning(
+            f"throughput fell to {fall}; in the last {now - since:.0f} s target threads waited"
+            f" {room_s:.1f} s for room, drafters {batch_s:.1f} s for batches"
+        )
 
     def _step_values(self, figures: StepFigures, flow: Flow) -> dict[str, Any]:
         (began, first_step, first), (now, _, totals) = self._window[0], self._window[-1]

@@ -162,6 +162,27 @@ def test_seconds_of_an_evaluation_do_not_count_in_the_rates(
     assert event["tokens_per_s"] >= 100 / (took_s - 0.3)
 
 
+def test_fall_of_throughput_is_warned_of_once_within_a_minute_though_few_steps_are_told(
+    tmp_path: Path, told: io.StringIO
+) -> None:
+    now = 0.0
+    metrics = Metrics(tmp_path / "metrics.jsonl", "r", CPU, console=told, clock=lambda: now)
+    metrics.begin(0, 1000, 100, Totals())
+    for step in range(1, 81):
+        # Steps of 49,152 tokens at 12.8 and then at 4.4 ktok/s, for which the drafters wait.
+        now += 3.84 if step <= 60 else 11.17
+        metrics.step(_figures(step, tokens=49_152), Flow(0, 0.0, max(0.0, 7.33 * (step - 60))))
+        if step == 60:
+            assert _events(tmp_path / "metrics.jsonl") == []
+        if step == 65:  # 56 s of slow steps
+            (warning,) = _events(tmp_path / "metrics.jsonl")
+    assert warning["text"] == (
+        "throughput fell to 4.40 Ktok/s, 34 % of this run's own 12.80; in the last 22 s target"
+        " threads waited 0.0 s for room, drafters 14.7 s for batches"
+    )
+    assert _events(tmp_path / "metrics.jsonl") == [warning]
+
+
 def test_samples_are_logged_a_line_a_step_and_a_cut_line_is_closed(tmp_path: Path) -> None:
     log = SampleLog(tmp_path)
     log.write(1, [(0, 0, (4, 2)), (1, 0, (3,))])

@@ -68,19 +68,42 @@ def test_loading_and_compiling_may_be_silent_for_minutes(view: RunView) -> None:
     assert [alert.kind for alert in view.alerts(901.0)] == ["stall"]
 
 
-def test_a_drop_of_throughput_is_measured_against_the_runs_own_baseline(view: RunView) -> None:
-    for number in range(20):
-        view.update(step(number, tokens_per_s=4000.0), 0.0)
-    for number in range(5):
-        view.update(step(20 + number, tokens_per_s=2000.0), 0.0)
-    assert view.alerts(0.0) == [Alert("throughput", "2.00 Ktok/s, 50 % of this run's own 4.00")]
+def _steps(view: RunView, first: int, seconds: list[float]) -> None:
+    """Tell of steps of 12,000 tokens that took so long, one after the other."""
+    t = view.step.get("t_unix_s", 1000.0)
+    for number, took in enumerate(seconds, first):
+        t += took
+        # The trainer's own rate is a mean over 50 steps and does not move yet.
+        view.update(step(number, t=t, tokens_total=12_000 * number, tokens_per_s=4000.0), 0.0)
+
+
+def test_a_drop_of_throughput_is_told_within_a_minute_against_the_runs_own_baseline(
+    view: RunView,
+) -> None:
+    _steps(view, 1, [3.0] * 40)
+    assert view.alerts(0.0) == []
+    _steps(view, 41, [9.0] * 6)  # a third of the speed, 54 seconds
+    assert view.alerts(0.0) == [Alert("throughput", "1.33 Ktok/s, 33 % of this run's own 4.00")]
 
 
 def test_one_slow_step_is_no_drop(view: RunView) -> None:
-    for number in range(30):
-        view.update(step(number, tokens_per_s=4000.0), 0.0)
-    view.update(step(30, tokens_per_s=100.0), 0.0)
+    _steps(view, 1, [3.0] * 40 + [120.0])
     assert view.alerts(0.0) == []
+
+
+def test_evaluations_and_checkpoints_and_the_time_between_two_processes_are_no_drop(
+    view: RunView,
+) -> None:
+    _steps(view, 1, [3.0] * 40)
+    for number in range(41, 61):
+        view.update(event("checkpoint", step=number - 1, checkpoint_s=20.0), 0.0)
+        view.update(event("eval", step=number - 1, evaluation_s=40.0), 0.0)
+        _steps(view, number, [63.0])
+        assert view.alerts(0.0) == []
+    for number in range(61, 70):
+        view.update(event("phase", phase="data"), 0.0)
+        _steps(view, number, [600.0])
+        assert view.alerts(0.0) == []
 
 
 def test_a_loss_that_is_not_finite_is_an_alert_that_stays(view: RunView) -> None:

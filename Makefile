@@ -54,7 +54,8 @@ faults: setup
 # The Triton kernels without a GPU: Triton lies beside the environment, whose compilers it would change.
 kernels: setup
 	test -d .demo/triton || $(PY) -m pip install -q --no-deps --target .demo/triton 'triton>=3.9'
-	TRITON_INTERPRET=1 PYTHONPATH=.demo/triton $(PY) -m pytest -q tests/trainer/method/test_interpreted_kernels.py
+	TRITON_INTERPRET=1 PYTHONPATH=.demo/triton $(PY) -m pytest -q tests/trainer/method/test_interpreted_kernels.py \
+		tests/trainer/test_fused_adamw.py
 
 # Measuring makes processes slower: the CPU time of --help is not asked for, a test may take longer.
 coverage: setup model

@@ -88,13 +88,13 @@ class CheckpointState:
     step: int
     next_index: int
     identity: dict[str, Any]
-    masters: dict[str, Tensor]
+    masters: Mapping[str, Tensor]
     optimizer: dict[str, Tensor]
     trained: Trained = field(default_factory=Trained)
     extras: dict[str, Tensor] = field(default_factory=dict)
     average: dict[str, Tensor] = field(default_factory=dict)
 
-    def weights(self, kind: str) -> dict[str, Tensor]:
+    def weights(self, kind: str) -> Mapping[str, Tensor]:
         """Return the masters (raw) or their average (ema).
 
         Raises: CheckpointError when no average was kept.
@@ -165,7 +165,8 @@ def _fill(partial: Path, state: CheckpointState) -> None:
     if state.average:
         files[_AVERAGE] = state.average
     for name, tensors in files.items():
-        # A copy without the flat storage behind it: safetensors refuses tensors that share one.
+        # A copy without the flat storage behind it: safetensors refuses tensors that share one. One
+        # by one: a split master is made when it is asked for, and all at once take a GPU's room.
         own = {k: t.detach().to("cpu", copy=True) for k, t in tensors.items()}
         save_file(own, partial / name)
         sync(partial / name)

@@ -1,10 +1,10 @@
-"""AdamW over all parameters in one launch: gradients in, fp32 master and moments, weights out.
+"""AdamW over all parameters in one launch: gradients in, masters, moments, average and weights out.
 
-28 bytes a parameter with bf16 gradients and weights, where scaling, clipping, AdamW and the copy to
-the weights by themselves take 68. Gradients and weights lie where they are, and a table of their
-addresses goes to the device when one has moved; masters and moments are flat. What a step does is
-decided on the device: nothing, when the scale of its gradient is not finite. CUDA only: the kernels
-are Triton's, and are imported where used.
+26 bytes a parameter with bf16 gradients and weights and split masters (see ``trainer.masters``),
+where scaling, clipping, AdamW and the copy to the weights by themselves take 68. Gradients and
+weights lie where they are, and a table of their addresses goes to the device when one has moved;
+all else is flat. What a step does is decided on the device: nothing, when the scale of its gradient
+is not finite. CUDA only: the kernels are Triton's, and this is imported where it is used.
 """
 
 import itertools
@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trainer import adamw_kernels as kernels
 from trainer.device import current_device
 
 ALIGNMENT = 64  # numbers; every tensor of a flat layout begins at a multiple, for wide loads
@@ -28,11 +29,34 @@ _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 @dataclass(frozen=True)
 class Rates:
-    """Numbers of one step that the host knows."""
+    """Numbers of one step that the host knows; share: of the weights in their average."""
 
     lr: float
     betas: tuple[float, float]
     eps: float
+    share: float = 0.0
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a step reads and writes besides the weights: flat [P] of all parameters, step count [].
+
+    master: fp32, or int16: what is left of masters whose upper halves are the weights, bf16. The
+    moments, the average of the masters, where one is kept, and the count of steps: fp32.
+    """
+
+    master: Tensor
+    step: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    average: Tensor | None
+
+    @classmethod
+    def begun(cls, master: Tensor, average: Tensor | None) -> "Held":
+        """Return that of parameters that have taken no step."""
+        counts = torch.zeros((), dtype=torch.float32, device=master.device)
+        first, second = (torch.zeros_like(master, dtype=torch.float32) for _ in range(2))
+        return cls(master, counts, first, second, average)
 
 
 class _Part:
@@ -82,10 +106,10 @@ class _Part:
 
 
 class FusedAdamw:
-    """Moments and step count of all parameters, and the launches over them.
+    """The launches over all parameters.
 
     starts: where each begins in a flat tensor, multiples of ALIGNMENT. decays: weight decay by
-    parameter. Shapes: master and the moments flat [P] fp32; step [] fp32.
+    parameter.
     """
 
     def __init__(
@@ -97,6 +121,7 @@ class FusedAdamw:
         for place, param in enumerate(params):
             kinds.setdefault((param.dtype, _is_wide(param)), []).append(place)
         self._parts = [_Part(places, self) for places in kinds.values()]
+        self._scale = torch.empty((), dtype=torch.float32, device=self.device)
         self._partial = torch.empty(
             sum(part.num_blocks for part in self._parts), dtype=torch.float32, device=self.device
         )
@@ -111,7 +136,7 @@ class FusedAdamw:
         for part, partial in self._with_partials():
             dtype = _TYPES[_dtype_of(part, grads)]
             with current_device(self.device):
-                _squares[(part.num_blocks,)](
+                kernels.squares[(part.num_blocks,)](
                     part.owner,
                     part.table(grads, self.params),
                     partial,
@@ -133,7 +158,7 @@ class FusedAdamw:
         for part, partial in self._with_partials():
             table, dtype = part.table(grads, self.params), _TYPES[part.dtype]
             with current_device(self.device):
-                _add_up[(part.num_blocks,)](
+                kernels.add_up[(part.num_blocks,)](
                     part.owner,
                     table,
                     sums,
@@ -148,38 +173,49 @@ class FusedAdamw:
         return self._partial.sum().sqrt()
 
     @torch.no_grad()
-    def step(
-        self,
-        grads: Sequence[Tensor | None],
-        master: Tensor,
-        state: "Moments",
-        rates: Rates,
-        scale: Tensor,
-    ) -> None:
+    def decide(self, sums: Tensor, norm: Tensor, clip_norm: float, held: Held) -> Tensor:
+        """Return by what to multiply the gradients, and count the step; until the next call.
+
+        It divides by the weight sum and clips; it is not finite when the step is not to be taken,
+        and is not counted then: when loss sum or norm is not finite, or no position had weight.
+        Shapes: sums [K] fp64, the loss sum, the weight sum, more; norm [] fp64, of the sum of
+        gradients -> [] fp32.
+        """
+        with current_device(self.device):
+            kernels.decide[(1,)](sums, norm, self._scale, held.step, float(clip_norm))
+        return self._scale
+
+    @torch.no_grad()
+    def step(self, grads: Sequence[Tensor | None], held: Held, rates: Rates, scale: Tensor) -> None:
         """Take one step, as torch.optim.AdamW does it, and round the masters into the weights.
 
-        ``scale`` [] fp32 multiplies the gradients first; where it is not finite nothing changes,
-        the step count included. A weight may be its master itself.
+        The step is the one that ``held.step`` counts; the average follows. ``scale`` [] fp32
+        multiplies the gradients first; where it is not finite nothing changes. A weight may be its
+        master itself. Raises: ValueError for masters that are split, and weights that are not bf16.
         """
-        grads = _laid(grads)
-        state.step.add_(scale.isfinite())
+        grads, split = _laid(grads), held.master.dtype == torch.int16
         for part in self._parts:
+            if split and part.dtype != torch.bfloat16:
+                raise ValueError(f"weights of {part.dtype} are not the upper halves of masters")
             types = _TYPES[_dtype_of(part, grads)], _TYPES[part.dtype]
             table = part.table(grads, self.params)
             with current_device(self.device):
-                _adamw[(part.num_blocks,)](
+                kernels.adamw[(part.num_blocks,)](
                     part.owner,
                     table,
                     part.decay,
-                    master,
-                    state.exp_avg,
-                    state.exp_avg_sq,
-                    state.step,
+                    held.master,
+                    held.exp_avg,
+                    held.exp_avg_sq,
+                    held.average,
+                    held.step,
                     scale,
                     rates.lr,
                     *rates.betas,
                     rates.eps,
+                    rates.share,
                     *types,
+                    split,
                     part.wide,
                     _BLOCK,
                     _TURNS,
@@ -192,21 +228,6 @@ class FusedAdamw:
             (part, self._partial[end - part.num_blocks : end])
             for part, end in zip(self._parts, ends, strict=True)
         )
-
-
-@dataclass(frozen=True)
-class Moments:
-    """Flat moments [P] of all parameters and their step count [], fp32."""
-
-    step: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-
-    @classmethod
-    def zero(cls, master: Tensor) -> "Moments":
-        """Return those of parameters that have taken no step."""
-        step = torch.zeros((), dtype=torch.float32, device=master.device)
-        return cls(step, torch.zeros_like(master), torch.zeros_like(master))
 
 
 def _laid(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -225,114 +246,3 @@ def _is_wide(param: Tensor) -> bool:
 def _dtype_of(part: _Part, grads: Sequence[Tensor | None]) -> torch.dtype:
     """Return the type of a part's gradients: that of its parameters, or fp32 for their sums."""
     return next((g.dtype for g in (grads[p] for p in part.places) if g is not None), part.dtype)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _row(owner_at, table_at, WIDE: tl.constexpr, SPAN: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, N803
-    """Return the program's tensor, its row of the table, where to begin in it, and its length."""
-    which = tl.load(owner_at + tl.program_id(0))
-    row = table_at + which * 8
-    first = tl.program_id(0).to(tl.int64) - tl.load(row)
-    count = tl.load(row + 2)
-    if WIDE:
-        count = tl.multiple_of(count, 16)
-    return which, row, tl.multiple_of(first * SPAN, 16), count
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _gradient(address, inside, exists, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, N803
-    at = tl.multiple_of(address.to(tl.pointer_type(DTYPE)) + inside, 16)
-    return tl.load(at, mask=exists & (address != 0), other=0.0).to(tl.float32)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _squares(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0913
-    owner_at,  # noqa: ANN001
-    table_at,  # noqa: ANN001
-    partial_at,  # noqa: ANN001
-    GRAD: tl.constexpr,  # noqa: N803
-    WIDE: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    TURNS: tl.constexpr,  # noqa: N803
-):
-    _, row, begin, count = _row(owner_at, table_at, WIDE, BLOCK * TURNS)
-    address, squares = tl.load(row + 3), tl.zeros((BLOCK,), tl.float32)
-    for turn in tl.static_range(TURNS):
-        inside = begin + turn * BLOCK + tl.arange(0, BLOCK)
-        grad = _gradient(address, inside, inside < count, GRAD)
-        squares += grad * grad
-    tl.store(partial_at + tl.program_id(0), tl.sum(squares))
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _add_up(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0913
-    owner_at,  # noqa: ANN001
-    table_at,  # noqa: ANN001
-    sums_at,  # noqa: ANN001
-    partial_at,  # noqa: ANN001
-    kept,  # noqa: ANN001
-    GRAD: tl.constexpr,  # noqa: N803
-    WIDE: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    TURNS: tl.constexpr,  # noqa: N803
-):
-    _, row, begin, count = _row(owner_at, table_at, WIDE, BLOCK * TURNS)
-    start, address = tl.load(row + 1), tl.load(row + 3)
-    squares = tl.zeros((BLOCK,), tl.float32)
-    for turn in tl.static_range(TURNS):
-        inside = begin + turn * BLOCK + tl.arange(0, BLOCK)
-        exists = inside < count
-        total = _gradient(address, inside, exists, GRAD)
-        at = tl.multiple_of(sums_at + start + inside, 16)
-        total += tl.load(at, mask=exists & (kept > 0), other=0.0)
-        tl.store(at, total, mask=exists)
-        squares += total * total
-    tl.store(partial_at + tl.program_id(0), tl.sum(squares))
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _adamw(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0913
-    owner_at,  # noqa: ANN001
-    table_at,  # noqa: ANN001
-    decay_at,  # noqa: ANN001
-    master_at,  # noqa: ANN001
-    first_at,  # noqa: ANN001
-    second_at,  # noqa: ANN001
-    step_at,  # noqa: ANN001
-    scale_at,  # noqa: ANN001
-    lr,  # noqa: ANN001
-    beta1,  # noqa: ANN001
-    beta2,  # noqa: ANN001
-    eps,  # noqa: ANN001
-    GRAD: tl.constexpr,  # noqa: N803
-    WEIGHT: tl.constexpr,  # noqa: N803
-    WIDE: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    TURNS: tl.constexpr,  # noqa: N803
-):
-    scale = tl.load(scale_at)
-    if tl.abs(scale) < float("inf"):  # NaN is not less either
-        which, row, begin, count = _row(owner_at, table_at, WIDE, BLOCK * TURNS)
-        start, address = tl.load(row + 1), tl.load(row + 3)
-        weight_at = tl.load(row + 4).to(tl.pointer_type(WEIGHT))
-        step, kept = tl.load(step_at), 1.0 - lr * tl.load(decay_at + which)
-        rate = lr / (1.0 - tl.exp(step * tl.log(beta1)))
-        root = tl.sqrt(1.0 - tl.exp(step * tl.log(beta2)))
-        for turn in tl.static_range(TURNS):
-            inside = begin + turn * BLOCK + tl.arange(0, BLOCK)
-            exists, flat = inside < count, start + inside
-            grad = _gradient(address, inside, exists, GRAD) * scale
-            master_to = tl.multiple_of(master_at + flat, 16)
-            first_to = tl.multiple_of(first_at + flat, 16)
-            second_to = tl.multiple_of(second_at + flat, 16)
-            master = tl.load(master_to, mask=exists, other=0.0)
-            first = tl.load(first_to, mask=exists, other=0.0)
-            second = tl.load(second_to, mask=exists, other=0.0)
-            first = first + (grad - first) * (1.0 - beta1)
-            second = second * beta2 + grad * grad * (1.0 - beta2)
-            master = master * kept - rate * first / (tl.sqrt(second) / root + eps)
-            tl.store(first_to, first, mask=exists)
-            tl.store(second_to, second, mask=exists)
-            tl.store(master_to, master, mask=exists)
-            weight_to = tl.multiple_of(weight_at + inside, 16)
-            tl.store(weight_to, master.to(WEIGHT), mask=exists)

@@ -1,4 +1,4 @@
-"""The optimiser of one draft replica: fp32 masters, AdamW or Muon, schedule, clip, guard, average.
+"""The optimiser of one draft replica: fp32 masters, AdamW or Muon, clip, guard, average.
 
 Gradients of several micro-batches are summed in one flat fp32 tensor, so that bf16 ones lose
 nothing; it is also what ``sync`` adds up. The order of a step: accumulate, exchange, ``launch``,
@@ -6,9 +6,8 @@ and when the host wants to know, ``settle``. Whether a step is taken is decided 
 before the host knows: a gradient or loss that is not finite changes nothing.
 """
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,9 +18,10 @@ from trainer.contract.config import OptimConfig
 from trainer.device import HostCopy
 from trainer.errors import CheckpointError, NonFiniteError
 from trainer.learning_rate import Schedule
+from trainer.masters import Layout, NamedMasters, SplitMasters, WeightAverage, WholeMasters
 
 if TYPE_CHECKING:
-    from trainer.fused_adamw import FusedAdamw, Moments
+    from trainer.fused_adamw import FusedAdamw, Held
 
 # Muon's rate is about ten times AdamW's (vllm-project/speculators RFC 979).
 _ADAMW_PER_MUON_LR = 0.1
@@ -37,28 +37,14 @@ class Applied:
     lr: float
 
 
-class WeightAverage:
-    """An fp32 exponential moving average of weights in one flat tensor. Shapes: flat [P].
-
-    The decay rises to its value, min(decay, (1 + step) / (10 + step)), so that the average of a
-    short run is not that of its random start. Source: num_updates of TensorFlow's
-    ExponentialMovingAverage.
-    """
-
-    def __init__(self, flat: Tensor, decay: float) -> None:
-        self.flat, self._decay = flat.clone(), decay
-
-    def follow(self, flat: Tensor, step: int, taken: Tensor) -> None:
-        """Take in the weights after the 0-based optimiser step ``step``, if it was ``taken`` []."""
-        self.flat.lerp_(flat, taken.float() * (1 - min(self._decay, (1 + step) / (10 + step))))
-
-
 class DraftOptimizer:
     """Owns the fp32 masters of a model's trainable parameters and steps them.
 
-    An fp32 model's parameters become views of the masters; a bf16 model's are written back after
-    each step. keep_average: False leaves out the average that optim.ema_decay asks for; one
-    replica is enough to hold it.
+    An fp32 model's parameters become views of the masters; a bf16 model's are rounded from them
+    after each step, or are their upper halves (see ``trainer.masters``): with AdamW on a GPU. Other
+    weights are given by ``load`` alone; ``launch`` refuses to go on from what was written
+    otherwise. keep_average: False leaves out the average that optim.ema_decay asks for; one replica
+    is enough to hold it.
     """
 
     def __init__(
@@ -74,31 +60,25 @@ class DraftOptimizer:
         self._params = [p for p in model.parameters() if p.requires_grad]
         device = self._params[0].device
         self._fused = device.type == "cuda" and config.name == "adamw"
-        self.starts, total = _layout(self._params, _ALIGNMENT if self._fused else 1)
+        self._layout = Layout.of(self._params, _ALIGNMENT if self._fused else 1)
+        self.starts = self._layout.starts
         self._direct = False  # the step reads gradients where backward leaves them
         self._fresh = True  # the sums begin with the next gradients, whatever they hold
         self._norm: Tensor | None = None  # of the sums, once it is known
         self._taken: set[int] = set()  # places that ``take_in`` has had of this micro-batch
-        self.flat_grad = torch.zeros(total, dtype=torch.float32, device=device)
-        self._flat = torch.zeros(total, dtype=torch.float32, device=device)
-        self._masters = [nn.Parameter(view) for view in self._views(self._flat)]
-        self._write_back: list[tuple[Tensor, Tensor]] = []
-        for param, master in zip(self._params, self._masters, strict=True):
-            master.data.copy_(param.data)
-            if param.dtype == torch.float32:
-                param.data = master.data
-            else:
-                self._write_back.append((param.data, master.data))
-        self._sums = list(self._views(self.flat_grad))
+        self.flat_grad = torch.zeros(self._layout.total, dtype=torch.float32, device=device)
+        self._masters = self._make_masters()
+        self._sums = self._layout.views(self.flat_grad)
         if not self._fused:
-            for master, grad in zip(self._masters, self._sums, strict=True):
+            for master, grad in zip(self._masters.handles, self._sums, strict=True):
                 master.grad = grad
         self._average: WeightAverage | None = None
         if keep_average and config.ema_decay is not None:
-            self._average = WeightAverage(self._flat, config.ema_decay)
+            self._average = WeightAverage(torch.zeros_like(self.flat_grad), config.ema_decay)
+            self._begin_average(self.masters())
         self._optimizers = self._build()
         self._adamw = self._fused_adamw() if self._fused else None
-        self._moments: Moments | None = None
+        self._held: Held | None = None
         self._base_lrs = [[g["lr"] for g in o.param_groups] for o in self._optimizers]
 
     @property
@@ -120,7 +100,7 @@ class DraftOptimizer:
             self.take_gradients_directly()
         elif self._fused and len(dtypes) == 1:
             self.flat_grad = self.flat_grad.to(dtypes.pop())
-            self._sums = list(self._views(self.flat_grad))
+            self._sums = self._layout.views(self.flat_grad)
 
     def take_gradients_directly(self) -> None:
         """Step with the gradients where backward leaves them, instead of their fp32 sum.
@@ -202,7 +182,7 @@ class DraftOptimizer:
 
         The gradients summed so far are forgotten.
         """
-        nothing = torch.full((2,), math.nan, dtype=torch.float64, device=self._flat.device)
+        nothing = torch.full((2,), math.nan, dtype=torch.float64, device=self.flat_grad.device)
         self.launch(0, nothing, self.grad_norm(again=True))
         self.clear()
 
@@ -211,7 +191,7 @@ class DraftOptimizer:
 
         Raises: NonFiniteError before any weight has changed.
         """
-        device = self._flat.device
+        device = self.flat_grad.device
         sums = [
             torch.as_tensor(value, dtype=torch.float64, device=device)
             for value in (loss_sum, weight_sum)
@@ -228,23 +208,19 @@ class DraftOptimizer:
         The host's copy is on its way before the step is, so that the host goes on meanwhile.
         Shapes: sums [K] fp64, the loss sum, the weight sum and whatever else the host wants to
         read, norm [] that of the summed gradient -> [K + 1], for ``settle``.
+        Raises: RuntimeError when somebody else has written weights.
         """
+        self._require_own_weights()
         total = norm.double()
         told = HostCopy(torch.cat((sums, total[None])))
-        loss_sum, weight_sum = sums[0], sums[1]
-        good = loss_sum.isfinite() & total.isfinite() & (weight_sum != 0)
-        clip = self._config.clip_norm / (total / weight_sum + 1e-6)
-        scale = torch.where(good, clip.clamp(max=1.0) / weight_sum, math.nan).float()
         factor = self._schedule.factor(step)
         for optimizer, lrs in zip(self._optimizers, self._base_lrs, strict=True):
             for group, base in zip(optimizer.param_groups, lrs, strict=True):
                 group["lr"] = base * factor
         if self._adamw is not None:
-            self._step_fused(self._adamw, scale)
-        elif math.isfinite(scale):
-            self._step_unfused(scale)
-        if self._average is not None:
-            self._average.follow(self._flat, step, good)
+            self._step_fused(self._adamw, step, sums, total)
+        else:
+            self._step_unfused(step, sums, total)
         return told
 
     def settle(self, step: int, values: Sequence[float]) -> Applied:
@@ -266,19 +242,36 @@ class DraftOptimizer:
         lr = self._base_lrs[0][0] * self._schedule.factor(step)
         return Applied(norm / weight_sum if weight_sum else 0.0, lr)
 
-    def _step_unfused(self, scale: Tensor) -> None:
+    def _step_unfused(self, step: int, sums: Tensor, norm: Tensor) -> None:
+        loss_sum, weight_sum = sums[0], sums[1]
+        good = loss_sum.isfinite() & norm.isfinite() & (weight_sum != 0)
+        clip = self._config.clip_norm / (norm / weight_sum + 1e-6)
+        scale = torch.where(good, clip.clamp(max=1.0) / weight_sum, math.nan).float()
+        if not math.isfinite(scale):
+            return
         self.flat_grad *= scale
         for optimizer in self._optimizers:
             optimizer.step()
-        for target, source in self._write_back:
-            target.copy_(source)
+        self._masters.write_back()
+        if self._average is not None:
+            self._average.follow(self._masters.flat, step)
 
-    def _step_fused(self, adamw: "FusedAdamw", scale: Tensor) -> None:
+    def _step_fused(self, adamw: "FusedAdamw", step: int, sums: Tensor, norm: Tensor) -> None:
         from trainer.fused_adamw import Rates  # noqa: PLC0415 - needs Triton
 
-        group = self._optimizers[0].param_groups[0]
-        rates = Rates(group["lr"], group["betas"], group["eps"])
-        adamw.step(self._gradients(), self._flat, self._held(), rates, scale)
+        group, held = self._optimizers[0].param_groups[0], self._hold()
+        share = 0.0 if self._average is None else self._average.share(step)
+        rates = Rates(group["lr"], group["betas"], group["eps"], share)
+        scale = adamw.decide(sums, norm, self._config.clip_norm, held)
+        adamw.step(self._gradients(), held, rates, scale)
+
+    def _require_own_weights(self) -> None:
+        if written := self._masters.rewritten():
+            raise RuntimeError(
+                f"{len(written)} weights were written after the optimiser was built, first"
+                f" {self._names[written[0]]}: it does not know their masters; write them before, or"
+                " give them to load()"
+            )
 
     def _fused_adamw(self) -> "FusedAdamw":
         """Return the kernels over the parameters; torch's AdamW only holds groups and state."""
@@ -286,20 +279,21 @@ class DraftOptimizer:
 
         groups = self._optimizers[0].param_groups
         decays = {id(m): group["weight_decay"] for group in groups for m in group["params"]}
-        return FusedAdamw(self._params, self.starts, [decays[id(m)] for m in self._masters])
+        return FusedAdamw(self._params, self.starts, [decays[id(m)] for m in self._masters.handles])
 
-    def _held(self) -> "Moments":
-        """Return the moments of the fused AdamW, made when they are first needed."""
-        from trainer.fused_adamw import Moments  # noqa: PLC0415 - needs Triton
+    def _hold(self) -> "Held":
+        """Return what the fused AdamW works on; its moments are made when first needed."""
+        from trainer.fused_adamw import Held  # noqa: PLC0415 - needs Triton
 
-        if self._moments is None:
-            made = self._moments = Moments.zero(self._flat)
-            firsts, seconds = self._views(made.exp_avg), self._views(made.exp_avg_sq)
-            for master, first, second in zip(self._masters, firsts, seconds, strict=True):
+        if self._held is None:
+            average = None if self._average is None else self._average.flat
+            made = self._held = Held.begun(self._masters.flat, average)
+            firsts, seconds = map(self._layout.views, (made.exp_avg, made.exp_avg_sq))
+            for master, first, second in zip(self._masters.handles, firsts, seconds, strict=True):
                 held = (made.step, first, second)
                 state = dict(zip(_STATE_KEYS, held, strict=False))
                 self._optimizers[0].state[master] = state
-        return self._moments
+        return self._held
 
     def _gradients(self) -> list[Tensor | None]:
         """Return the gradients summed so far, in the order of the parameters; None is zeros."""
@@ -309,15 +303,18 @@ class DraftOptimizer:
         for param in self._params:
             param.grad = None
 
-    def masters(self) -> dict[str, Tensor]:
-        """Return the fp32 master weights by parameter name (not copies)."""
-        return {n: m.data for n, m in zip(self._names, self._masters, strict=True)}
+    def masters(self) -> Mapping[str, Tensor]:
+        """Return the fp32 master weights by parameter name, each made when it is asked for.
+
+        With bf16 weights and AdamW on a GPU they are copies, else not. To write: ``load``.
+        """
+        return NamedMasters(self._names, self._masters)
 
     def average(self) -> dict[str, Tensor]:
         """Return the fp32 average by parameter name (not copies); empty when none is kept."""
         if self._average is None:
             return {}
-        return dict(zip(self._names, self._views(self._average.flat), strict=True))
+        return dict(zip(self._names, self._layout.views(self._average.flat), strict=True))
 
     def state(self) -> dict[str, Tensor]:
         """Return the optimisers' tensors as ``NAME/exp_avg`` and the like (not copies)."""
@@ -331,37 +328,32 @@ class DraftOptimizer:
     @torch.no_grad()
     def load(
         self,
-        masters: dict[str, Tensor],
-        state: dict[str, Tensor],
-        average: dict[str, Tensor] | None = None,
+        masters: Mapping[str, Tensor],
+        state: Mapping[str, Tensor],
+        average: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Take over masters, optimiser tensors and average of a checkpoint.
 
         An average that is wanted and not there begins at the masters. Raises: CheckpointError for
         names or shapes of another model or optimiser.
         """
-        _check_same("master weights", self.masters(), masters)
-        for name, master in self.masters().items():
-            master.copy_(masters[name])
-        for target, source in self._write_back:
-            target.copy_(source)
+        self._check_same("master weights", masters)
+        for place, name in enumerate(self._names):
+            self._masters.set(place, masters[name])
         if self._average is not None:
-            begun = average or masters
-            _check_same("average", self.masters(), begun)
-            for name, view in self.average().items():
-                view.copy_(begun[name])
-        self._moments = None
+            self._begin_average(average or masters)
+        self._held = None
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 for param in group["params"]:
                     optimizer.state[param] = {}
         if state and self._fused:
-            self._held()
+            self._hold()
         for full_name, tensor in state.items():
             name, _, key = full_name.rpartition("/")
             if name not in self._names or key not in _STATE_KEYS:
                 raise CheckpointError(f"optimiser state of an unknown parameter: {full_name}")
-            master = self._masters[self._names.index(name)]
+            master = self._masters.handles[self._names.index(name)]
             owner = self._owner(master)
             if self._fused:  # its tensors are views of flat ones
                 owner.state[master][key].copy_(tensor)
@@ -381,13 +373,34 @@ class DraftOptimizer:
                 )
         return lines
 
-    def _views(self, flat: Tensor) -> Iterator[Tensor]:
-        for param, start in zip(self._params, self.starts, strict=True):
-            yield flat[start : start + param.numel()].view(param.shape)
+    def _make_masters(self) -> WholeMasters | SplitMasters:
+        """Lay out the masters: split where the fused AdamW takes them so."""
+        if self._fused and all(param.dtype == torch.bfloat16 for param in self._params):
+            return SplitMasters(self._params, self._layout)
+        return WholeMasters(self._params, self._layout)
+
+    def _begin_average(self, weights: Mapping[str, Tensor]) -> None:
+        self._check_same("average", weights)
+        for name, view in self.average().items():
+            view.copy_(weights[name])
+
+    def _check_same(self, what: str, other: Mapping[str, Tensor]) -> None:
+        """Raise CheckpointError unless ``other`` has this model's names and shapes."""
+        own = dict(zip(self._names, self._layout.shapes, strict=True))
+        missing, extra = sorted(own.keys() - other.keys()), sorted(other.keys() - own.keys())
+        if missing or extra:
+            raise CheckpointError(f"{what}: missing {missing[:3]}, not of this model {extra[:3]}")
+        for name, shape in own.items():
+            if shape != other[name].shape:
+                raise CheckpointError(
+                    f"{what}: {name} has shape {tuple(other[name].shape)},"
+                    f" this model's has {tuple(shape)}"
+                )
 
     def _build(self) -> list[torch.optim.Optimizer]:
         """Make the optimisers; the first group's learning rate is the one that is reported."""
-        config, named = self._config, list(zip(self._names, self._masters, strict=True))
+        config = self._config
+        named = list(zip(self._names, self._masters.handles, strict=True))
         muon = [m for n, m in named if config.name == "muon" and _is_layer_matrix(n, m)]
         chosen = {id(m) for m in muon}
         rest = [m for _, m in named if id(m) not in chosen]
@@ -415,7 +428,7 @@ class DraftOptimizer:
         ]
 
     def _entries(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        for name, master in zip(self._names, self._masters, strict=True):
+        for name, master in zip(self._names, self._masters.handles, strict=True):
             yield name, self._owner(master).state.get(master, {})
 
     def _owner(self, master: Tensor) -> torch.optim.Optimizer:
@@ -427,7 +440,7 @@ class DraftOptimizer:
 
     def has_finite_weights(self) -> bool:
         """Say whether every master weight is finite. Waits for the device."""
-        return bool(torch.linalg.vector_norm(self._flat, ord=math.inf).isfinite())
+        return self._masters.are_finite()
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients summed so far by parameter name (not copies)."""
@@ -442,24 +455,5 @@ class DraftOptimizer:
         return f"gradient not finite in {len(bad)} of {len(self._names)} tensors, first {bad[0]}"
 
 
-def _layout(params: Sequence[Tensor], alignment: int) -> tuple[list[int], int]:
-    """Return where each parameter begins in a flat tensor, and that tensor's length."""
-    rooms = [math.ceil(param.numel() / alignment) * alignment for param in params]
-    ends = list(itertools.accumulate(rooms, initial=0))
-    return ends[:-1], ends[-1]
-
-
 def _is_layer_matrix(name: str, tensor: Tensor) -> bool:
     return tensor.ndim == 2 and name.startswith("layers.")
-
-
-def _check_same(what: str, own: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    missing, extra = sorted(own.keys() - other.keys()), sorted(other.keys() - own.keys())
-    if missing or extra:
-        raise CheckpointError(f"{what}: missing {missing[:3]}, not of this model {extra[:3]}")
-    for name, tensor in own.items():
-        if tensor.shape != other[name].shape:
-            raise CheckpointError(
-                f"{what}: {name} has shape {tuple(other[name].shape)},"
-                f" this model's has {tuple(tensor.shape)}"
-            )

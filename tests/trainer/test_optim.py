@@ -11,7 +11,8 @@ from trainer import checkpoint
 from trainer.contract.config import OptimConfig
 from trainer.errors import CheckpointError, NonFiniteError
 from trainer.learning_rate import Schedule
-from trainer.optim import DraftOptimizer, WeightAverage
+from trainer.masters import WeightAverage
+from trainer.optim import DraftOptimizer
 
 FLAT = Schedule(num_steps=100, num_warmup_steps=0, min_frac=1.0)
 
@@ -54,14 +55,12 @@ def test_schedule_says_where_it_stands() -> None:
 
 def test_average_follows_the_weights_with_a_decay_that_rises() -> None:
     average = WeightAverage(torch.tensor([10.0]), 0.2)
-    weights, taken = torch.tensor([0.0]), torch.tensor(True)
-    average.follow(weights, 0, taken)  # decay 1/10
+    weights = torch.tensor([0.0])
+    average.follow(weights, 0)  # decay 1/10
     assert average.flat.item() == pytest.approx(1.0)
-    average.follow(weights, 1, taken)  # 2/11
+    average.follow(weights, 1)  # 2/11
     assert average.flat.item() == pytest.approx(2 / 11)
-    average.follow(weights, 50, taken)  # 0.2, not 51/60
-    assert average.flat.item() == pytest.approx(0.4 / 11)
-    average.follow(weights, 51, torch.tensor(False))
+    average.follow(weights, 50)  # 0.2, not 51/60
     assert average.flat.item() == pytest.approx(0.4 / 11)
 
 
@@ -167,9 +166,24 @@ def test_rehearsed_step_changes_nothing_and_forgets_the_gradient() -> None:
 
 def test_step_without_weight_changes_nothing() -> None:
     model = _one_weight(1.0)
-    optimizer = DraftOptimizer(model, OptimConfig(), FLAT)
+    optimizer = DraftOptimizer(model, OptimConfig(ema_decay=0.9), FLAT)
+    optimizer.load({"weight": torch.tensor([[1.0]])}, {}, {"weight": torch.tensor([[2.0]])})
     assert optimizer.apply(0, 0.0, 0.0).grad_norm == 0.0
     assert model.weight.item() == 1.0
+    assert optimizer.average()["weight"].item() == 2.0
+
+
+def test_step_after_weights_were_written_past_the_masters_is_refused() -> None:
+    model = _one_weight(1.0, torch.bfloat16)
+    optimizer = DraftOptimizer(model, OptimConfig(), FLAT)
+    model.load_state_dict({"weight": torch.tensor([[3.0]])})
+    with pytest.raises(RuntimeError, match=r"1 weights were written after .*, first weight: "):
+        optimizer.apply(0, 1.0, 1.0)
+    optimizer.load({"weight": torch.tensor([[3.0]])}, {})
+    model.weight.grad = torch.ones(1, 1, dtype=torch.bfloat16)
+    optimizer.accumulate()
+    optimizer.apply(0, 1.0, 1.0)
+    assert optimizer.masters()["weight"].item() == pytest.approx(3.0 - 6e-4, abs=1e-6)
 
 
 def test_muon_takes_the_layers_matrices_and_adamw_the_rest_at_its_own_rate() -> None:

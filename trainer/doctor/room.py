@@ -193,6 +193,8 @@ def drafter_facts(draft: DraftConfig, config: TrainConfig, card: Card) -> Device
     columns = sampled if config.loss.head_sample else vocab
     chunk_rows = config.loss.chunk_rows or max(1, CHUNK_BYTES // (vocab * size))
     own = 0 if draft.dtype == "float32" else numbers * size  # fp32 weights are the masters
+    # With AdamW on a GPU bf16 weights are a half of their masters.
+    split = config.optim.name == "adamw" and config.run.device != "cpu"
     averages = numbers * 4 if config.optim.ema_decay is not None else 0
     heads = draft.num_attention_heads * draft.head_dim
     narrow = draft.num_key_value_heads * draft.head_dim
@@ -203,7 +205,7 @@ def drafter_facts(draft: DraftConfig, config: TrainConfig, card: Card) -> Device
     taps = data.token_budget * draft.num_taps * hidden * _SIZES[config.target.dtype]
     parts = {
         "weights": own,
-        "fp32 masters": numbers * 4,
+        "fp32 masters": numbers * 4 - (own if split else 0),
         "optimiser moments": _moment_numbers(draft, config) * 4,
         "gradients": numbers * 4 + numbers * size,
         "moving average": averages,

@@ -212,8 +212,9 @@ class DrafterWorker:
         ChannelClosedError in the others; the device has not taken the step then.
         """
         optimizer, (sums, rows) = self.replica.optimizer, exchanged
-        # A norm that is not finite in one rank is none in the sum either, where it may cancel out.
-        norm = optimizer.grad_norm(again=len(rows) > 1) + 0 * rows[:, -1].sum()
+        norm = optimizer.grad_norm(again=len(rows) > 1)
+        if len(rows) > 1:  # what is not finite in one rank may cancel out in the sum
+            norm = norm + 0 * rows[:, -1].sum()
         wanted = torch.cat((rows[:, :-1].sum(0), rows[:, 0], rows[:, -1]))
         *told, norm_of_all = optimizer.launch(step, wanted, norm).wait()
         count = len(rows)

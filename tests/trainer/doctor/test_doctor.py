@@ -93,6 +93,20 @@ def test_sizes_are_those_worked_out_by_hand(make_run: MakeRun):
     assert report.devices["drafter"].card.total_bytes is None
 
 
+@pytest.mark.parametrize(
+    ("device", "name", "each"), [("cuda", "adamw", 2), ("cuda", "muon", 4), ("cpu", "adamw", 4)]
+)
+def test_bf16_weights_on_a_gpu_are_half_of_their_masters_with_adamw(
+    make_run: MakeRun, device: str, name: str, each: int
+):
+    report = look(
+        make_run(draft={"dtype": "bfloat16"}, run={"device": device}, optim={"name": name})
+    )
+    parts = report.devices["drafter"].parts
+    assert parts["weights"] == 2 * DRAFT_NUMBERS
+    assert parts["fp32 masters"] == each * DRAFT_NUMBERS
+
+
 def test_muon_keeps_one_number_for_each_weight_of_a_layers_matrix(make_run: MakeRun):
     disk = look(make_run(optim={"name": "muon"})).disk
     matrices = 2048 + 1024 + 6144  # q, k, v, o and the inner products

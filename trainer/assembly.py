@@ -27,13 +27,14 @@ from trainer.errors import DataError, TargetError
 from trainer.learning_rate import Schedule
 from trainer.loss import LossSums
 from trainer.model.attention import Attention, FlexAttention, SdpaAttention, SpanAttention
+from trainer.model.attention_memory import MeteredAttention, Taken, meter_of
 from trainer.model.attention_proof import prove_spans
 from trainer.model.draft import DraftConfig, DraftModel, measured_tap_scale
 from trainer.model.settling import Settled, settle
 from trainer.model.spans import why_no_spans
 from trainer.model.target import Target, load_target
 from trainer.optim import DraftOptimizer
-from trainer.workers.drafter import Replica, StepRange, forward_backward
+from trainer.workers.drafter import Replica, StepRange, forward_backward, step_key
 from trainer.workers.target import FeatureCache, Prepared, gated_features
 
 # Tap sizes vary little between chats; this many samples fix them to a per mille.
@@ -276,18 +277,22 @@ def warm_parts(
     batches: Sequence[Batch],
     targets: Iterable[Target],
     replicas: Iterable[Replica],
-) -> None:
+) -> list[str]:
     """Compile in this thread what the workers will need, then allow no further compile.
 
-    ``batches``: one of each shape of the plan; the replicas' weights stay as they are.
+    ``batches``: one of each shape of the plan; the replicas' weights stay as they are. Returns what
+    a person should know of it.
     """
-    prepared = warm_targets(gate, batches, targets)
+    prepared, told = warm_targets(gate, batches, targets), []
     for replica in replicas:
-        warm_replica(gate, config, prepared, replica)
+        warmed = warm_replica(gate, config, prepared, replica)
+        if warmed.attention is not None:
+            told.append(f"attention on {replica.device} takes {warmed.attention}")
         with current_device(replica.device):
             replica.optimizer.rehearse()
     if config.data.packing or config.data.row_lengths is not None:  # else shapes have no end
         gate.seal()
+    return told
 
 
 def warm_targets(
@@ -304,12 +309,24 @@ def warm_targets(
     return prepared
 
 
+@dataclass(frozen=True)
+class Warmed:
+    """What the warm-up of a replica gave: the sums of the last batch, and what attention took.
+
+    attention: None where nothing keeps it from being dense, or nothing tells.
+    """
+
+    sums: LossSums
+    attention: Taken | None
+
+
 def warm_replica(
     gate: CompileGate, config: TrainConfig, prepared: Sequence[Prepared], replica: Replica
-) -> LossSums:
-    """Run forward and backward of every batch; returns the sums of the last.
+) -> Warmed:
+    """Run forward and backward of every batch.
 
-    Raises: TargetError when the attention's kernels give wrong numbers on this device.
+    Raises: TargetError when the attention's kernels give wrong numbers on this device,
+    CompileGateError when attention runs dense all the same.
     """
     draft, attention = replica.draft, replica.draft.attention
     draft.train()
@@ -317,7 +334,28 @@ def warm_replica(
         if isinstance(attention, SpanAttention):
             prove_spans(attention.attend, draft.config, replica.device)
         sums = [forward_backward(replica, gate, one, config) for one in prepared]
-    return sums[-1]
+        metered = replica.device.type == "cuda" and not isinstance(attention, SdpaAttention)
+        taken = [_metered(gate, config, one, replica) for one in prepared] if metered else []
+    worst = max(taken, key=lambda one: one.share, default=None)
+    return Warmed(sums[-1], worst)
+
+
+def _metered(gate: CompileGate, config: TrainConfig, one: Prepared, replica: Replica) -> Taken:
+    """Run a warm step once more and look at what attention takes, now that nothing compiles.
+
+    No other thread may work on the device. Raises: CompileGateError when it is dense.
+    """
+    draft, attention = replica.draft, replica.draft.attention
+    metered = draft.attention = MeteredAttention(attention, meter_of(replica.device))
+    try:
+        forward_backward(replica, gate, one, config)
+    finally:
+        draft.attention = attention
+    taken = metered.found
+    if taken.share > 1:
+        key = step_key(replica.device, one.batch, draft)
+        gate.fell(key, f"attention of step {key} runs dense, it takes {taken}")
+    return taken
 
 
 def identity(

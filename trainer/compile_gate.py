@@ -270,6 +270,16 @@ class CompileGate:
         """End the warm-up: from now on a new key is an error."""
         self._sealed = True
 
+    def fell(self, key: Hashable, text: str) -> None:
+        """Tell that a step runs uncompiled or dense, as ``text`` says.
+
+        Raises: CompileGateError, but for ``allow_fallback``.
+        """
+        if not self._settings.allow_fallback:
+            raise CompileGateError(f"{text}; compile.allow_fallback lets a run go on so")
+        self._report(f"{text}\n")
+        self._tell(str(key), 0.0, Counted(0, {}), fallback=True)
+
     def close(self) -> None:
         """Put the stance back and end the watchdog; the gate is not used afterwards."""
         self._closed.set()
@@ -423,11 +433,8 @@ class CompileGate:
         made = Counted.now().since(before)
         if made.num_graphs or not wanted.must_compile:
             return
-        text = f"step {wanted.name} compiled nothing: it runs uncompiled, slow and in more memory"
-        if not self._settings.allow_fallback:
-            raise CompileGateError(f"{text}; compile.allow_fallback lets a run go on so")
-        self._report(f"{text}\n")
-        self._tell(wanted.name, 0.0, made, fallback=True)
+        what = f"step {wanted.name} compiled nothing"
+        self.fell(wanted.name, f"{what}: it runs uncompiled, slow and in more memory")
 
     def _notice(self, args: Any) -> None:
         # Called with torch's compile lock held: waiting for the gate here could wait for ever.

@@ -166,7 +166,9 @@ class Session:
             return
         self._metrics.phase("warmup", devices=len(replicas))
         batches = data.maker.examples()
-        assembly.warm_parts(self._gate, self._config, batches, targets.values(), replicas)
+        told = assembly.warm_parts(self._gate, self._config, batches, targets.values(), replicas)
+        for line in told:
+            self._metrics.note(line)
 
     def _run(
         self,

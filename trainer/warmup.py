@@ -137,7 +137,8 @@ def _warm_one(
     replica = assembly.build_replica(config, target, place, attention, schedule, None)
     # As many drafters as there may be read gradients of the same type: the same kernels.
     replica.optimizer.arrange_gradients(1, config.optim.grad_accumulation)
-    sums = assembly.warm_replica(gate, config, prepared, replica)
+    warmed = assembly.warm_replica(gate, config, prepared, replica)
+    sums = warmed.sums
     with current_device(replica.device):
         replica.optimizer.apply(0, float(sums.loss_sum), float(sums.weight_sum))
     if replica.device.type == "cuda":
@@ -153,6 +154,7 @@ def _warm_one(
         rows=shapes[-1][0],
         row_tokens=shapes[-1][1],
         loss=sums.loss,
+        attention=None if warmed.attention is None else vars(warmed.attention),
     )
 
 

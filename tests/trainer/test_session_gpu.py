@@ -142,3 +142,5 @@ def test_warm_up_compiles_on_each_drafter_device(
     warmed = [line for line in lines if line["kind"] == "warmup"]
     assert len(warmed) == 1
     assert warmed[0]["num_compiles"] >= 1
+    attention = warmed[0]["attention"]  # a fall to dense attention would have been an error
+    assert 0 < attention["taken"] <= max(attention["at_most"], attention["scores"])

@@ -161,10 +161,11 @@ def adamw(
             if SPLIT:
                 weight, rest = _halves(master)
                 tl.store(master_to, rest, mask=exists)
+                tl.store(weight_to, weight, mask=exists)
             else:
-                weight = master.to(WEIGHT)
                 tl.store(master_to, master, mask=exists)
-            tl.store(weight_to, weight, mask=exists)
+                if WEIGHT != tl.float32:  # noqa: SIM300 - else it is its master
+                    tl.store(weight_to, master.to(WEIGHT), mask=exists)
             if average_at is not None:
                 average_to = tl.multiple_of(average_at + flat, 16)
                 average = tl.load(average_to, mask=exists, other=0.0)

@@ -190,8 +190,8 @@ class FusedAdamw:
         """Take one step, as torch.optim.AdamW does it, and round the masters into the weights.
 
         The step is the one that ``held.step`` counts; the average follows. ``scale`` [] fp32
-        multiplies the gradients first; where it is not finite nothing changes. A weight may be its
-        master itself. Raises: ValueError for masters that are split, and weights that are not bf16.
+        multiplies the gradients first; where it is not finite nothing changes. An fp32 weight has
+        to be its master itself. Raises: ValueError for split masters of weights that are not bf16.
         """
         grads, split = _laid(grads), held.master.dtype == torch.int16
         for part in self._parts:

@@ -23,13 +23,15 @@ import torch
 from torch import Tensor
 
 from trainer.compile_gate import CompileGate, GateSettings
-from trainer.contract.config import LOSSES, VARIANTS, OptimConfig, TrainConfig
+from trainer.contract.config import HEAD_FP8, LOSSES, VARIANTS, OptimConfig, TrainConfig
 from trainer.data.packing import Batch, Document
 from trainer.learning_rate import Schedule
 from trainer.loss import draft_loss
 from trainer.model.attention import Attention, FlexAttention, SdpaAttention, SpanAttention
 from trainer.model.draft import DraftModel
 from trainer.model.draft_config import DraftConfig
+from trainer.model.head_proof import compare
+from trainer.model.scaled_head import OFF, ScaledHead
 from trainer.model.target import FrozenHead
 from trainer.optim import DraftOptimizer
 from trainer.workers.drafter import Replica, forward_backward
@@ -204,7 +206,7 @@ def run_case(name: str, options: argparse.Namespace) -> dict[str, Any]:
             attention = {"flex": FlexAttention, "spans": SpanAttention}[options.attention](gate)
         draft = DraftModel(draft_config(case), device=device, attention=attention)
         draft.train()
-        head = random_head(case.shapes, device, draft.fc.weight.dtype)
+        head = with_fp8(random_head(case.shapes, device, draft.fc.weight.dtype), options.head_fp8)
         optimizer = DraftOptimizer(
             draft, OptimConfig(lr=1e-5), Schedule.from_config(OptimConfig(), 1000)
         )
@@ -235,6 +237,7 @@ def run_case(name: str, options: argparse.Namespace) -> dict[str, Any]:
         "case": name,
         "variant": case.variant,
         "loss": case.loss,
+        "head_fp8": options.head_fp8,
         "step_ms": round(median, 2),
         "min_ms": round(min(times), 2),
         "anchors_per_s": round(case.rows * case.anchors / median * 1e3),
@@ -242,6 +245,7 @@ def run_case(name: str, options: argparse.Namespace) -> dict[str, Any]:
         "peak_memory_bytes": torch.cuda.max_memory_allocated() if device != "cpu" else None,
         "first_loss": round(losses[0], 4),
         **({} if reference is None else {"fp32_loss": round(reference, 4)}),
+        **({} if head.fp8 is None else {"self_test": compare(head, options.head_fp8).to_dict()}),
         "num_graphs": graphs,
         "num_unexpected_compiles": gate.stats.num_unexpected,
         **({"kernel_ms": kinds} if kinds else {}),
@@ -285,6 +289,11 @@ def random_head(shapes: Shapes, device: str, dtype: torch.dtype) -> FrozenHead:
     return FrozenHead(weight(), weight())
 
 
+def with_fp8(head: FrozenHead, products: str) -> FrozenHead:
+    """Return the head with its FP8 form, as loss.head_fp8 asks for it."""
+    return head if products == OFF else replace(head, fp8=ScaledHead.of(head.lm_head, products))
+
+
 def main() -> int:
     """Run the cases asked for; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -294,6 +303,7 @@ def main() -> int:
     parser.add_argument("--variant", choices=VARIANTS, default="dflash")
     parser.add_argument("--loss", choices=LOSSES, default="decay")
     parser.add_argument("--attention", choices=("spans", "flex"), default="spans")
+    parser.add_argument("--head-fp8", choices=HEAD_FP8, default=OFF)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=5)

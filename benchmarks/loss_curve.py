@@ -1,11 +1,12 @@
 """The fused step against the plain one: the same losses, step by step.
 
-    python -m benchmarks.loss_curve [--steps 200]
+    python -m benchmarks.loss_curve [--steps 200] [--head-fp8 both]
 
 Trains a small draft three times on the same made-up chain of tokens: with the trainer's own step
 (compiled layers, kernels of its own, one-pass AdamW), with plain PyTorch (dense attention, nothing
 compiled, torch's AdamW on fp32 masters, gradients clipped by torch), and plainly once more on other
-anchors, which shows how much two runs of the same kind differ. Prints the curves and one JSON line.
+anchors, which shows how much two runs of the same kind differ. With --head-fp8 it trains once more
+with the trainer's own step and FP8 products of the head. Prints the curves and one JSON line.
 """
 
 import argparse
@@ -16,13 +17,22 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.draft_step import Case, Shapes, draft_config, make_batch, random_head, train_config
+from benchmarks.draft_step import (
+    Case,
+    Shapes,
+    draft_config,
+    make_batch,
+    random_head,
+    train_config,
+    with_fp8,
+)
 from trainer.compile_gate import CompileGate, GateSettings
-from trainer.contract.config import OptimConfig
+from trainer.contract.config import HEAD_FP8, OptimConfig
 from trainer.learning_rate import Schedule
 from trainer.loss import draft_loss
 from trainer.model.attention import Attention, SdpaAttention, SpanAttention
 from trainer.model.draft import DraftModel
+from trainer.model.scaled_head import OFF
 from trainer.model.target import FrozenHead
 from trainer.optim import DraftOptimizer
 from trainer.workers.drafter import Replica, forward_backward
@@ -110,6 +120,7 @@ def main() -> int:
     """Train three times; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--head-fp8", choices=HEAD_FP8, default=OFF)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options = parser.parse_args()
     device, case = options.device, _SMALL if options.device == "cuda" else _TINY
@@ -121,6 +132,8 @@ def main() -> int:
         "plain": plain(case, drawn[0], head, device),
         "plain, other anchors": plain(case, drawn[1], head, device),
     }
+    if options.head_fp8 != OFF:
+        curves["fp8"] = fused(case, drawn[0], with_fp8(head, options.head_fp8), device)
     for step in sorted({0, 1, 10, 50, 100, 150, options.steps - 1} & set(range(options.steps))):
         text = "  ".join(f"{name} {curve[step]:.4f}" for name, curve in curves.items())
         sys.stdout.write(f"step {step:4d}  {text}\n")
@@ -129,6 +142,9 @@ def main() -> int:
         "gap_fused_plain": round(gap(curves["fused"], curves["plain"]), 5),
         "gap_of_anchors": round(gap(curves["plain"], curves["plain, other anchors"]), 5),
     }
+    if options.head_fp8 != OFF:
+        found["first_gap_fp8"] = round(abs(curves["fp8"][0] - curves["plain"][0]), 5)
+        found["gap_fp8_plain"] = round(gap(curves["fp8"], curves["plain"]), 5)
     sys.stdout.write(json.dumps(found) + "\n")
     return 0
 

@@ -4,7 +4,7 @@ Training, warm-up, evaluation and export all start from the same parts, made in 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,10 @@ from trainer.model.attention import Attention, FlexAttention, SdpaAttention, Spa
 from trainer.model.attention_memory import MeteredAttention, Taken, meter_of
 from trainer.model.attention_proof import prove_spans
 from trainer.model.draft import DraftConfig, DraftModel, measured_tap_scale
+from trainer.model.head_proof import HeadFinding, scaled_head_of
 from trainer.model.settling import Settled, settle
 from trainer.model.spans import why_no_spans
-from trainer.model.target import Target, load_target
+from trainer.model.target import FrozenHead, Target, load_target
 from trainer.optim import DraftOptimizer
 from trainer.workers.drafter import Replica, StepRange, forward_backward, step_key
 from trainer.workers.target import FeatureCache, Prepared, gated_features
@@ -269,6 +270,29 @@ def build_replica(
     head = target.head.to(device, getattr(torch, config.draft.dtype))
     optimizer = DraftOptimizer(draft, config.optim, schedule, keep_average=rank == 0)
     return Replica(rank, draft, head, optimizer, device)
+
+
+def scale_heads(
+    config: TrainConfig, replicas: Sequence[Replica]
+) -> tuple[list[Replica], list[HeadFinding]]:
+    """Return the replicas with the head's FP8 form, made and tested once a device.
+
+    As they are, and no finding, where loss.head_fp8 is off. Raises: TargetError when a device
+    cannot have it.
+    """
+    products = config.loss.head_fp8
+    if products == "off":
+        return list(replicas), []
+    made: dict[torch.device, tuple[FrozenHead, HeadFinding]] = {}
+    for replica in replicas:
+        if replica.device not in made:
+            with current_device(replica.device):
+                made[replica.device] = scaled_head_of(replica.head, products)
+    shared = [
+        replace(replica, head=replace(replica.head, fp8=made[replica.device][0].fp8))
+        for replica in replicas
+    ]
+    return shared, [finding for _, finding in made.values()]
 
 
 def warm_parts(

@@ -157,7 +157,7 @@ def draft_loss(
     targets = block_targets(batch, size, draft.config.mask_token_id, config.position_decay)
     hidden = block_hidden(draft, head.embedding, batch, targets, target_hidden, drafted=True)
     chunk_rows = config.loss.chunk_rows or rows_at_once(head.lm_head)
-    how = _head_pass(config.loss, chunk_rows, size - 1)
+    how = replace(_head_pass(config.loss, chunk_rows, size - 1), fp8=head.fp8)
     weights = targets.weights[..., 1:]  # the anchor's own slot never reaches the head
     used = _used_rows(weights, whole_blocks=how.weigh is not None)
     rows = _block_rows(hidden, targets, used)

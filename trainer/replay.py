@@ -90,6 +90,7 @@ def replay(run_dir: Path, path: Path) -> bool:
             Schedule(1, 0, 1.0),
             None,
         )
+        (replica,), _ = assembly.scale_heads(config, [replica])
         _take_weights(replica, failed, path)
         _print(failed.reason)
         _print(f"batch {failed.prepared.batch.index}, samples {failed.prepared.batch.sample_ids}")

@@ -143,6 +143,10 @@ class Session:
             assembly.build_replica(config, target, place, attention, schedule, scale)
             for place in enumerate(self._devices.drafters)
         ]
+        replicas, findings = assembly.scale_heads(config, replicas)
+        for finding in findings:
+            self._metrics.note(str(finding))
+            self._metrics.phase("self-test", head_fp8=finding.to_dict())
         for replica in replicas:
             replica.optimizer.arrange_gradients(steps.num_drafters, steps.accumulation)
         if state is not None:

@@ -135,6 +135,7 @@ def _warm_one(
     began, before, had = time.monotonic(), gate.stats.num_graphs, caches.counts.copy()
     attention = assembly.attention_of(config, assembly.draft_config(config, target), gate)
     replica = assembly.build_replica(config, target, place, attention, schedule, None)
+    (replica,), findings = assembly.scale_heads(config, [replica])
     # As many drafters as there may be read gradients of the same type: the same kernels.
     replica.optimizer.arrange_gradients(1, config.optim.grad_accumulation)
     warmed = assembly.warm_replica(gate, config, prepared, replica)
@@ -155,6 +156,7 @@ def _warm_one(
         row_tokens=shapes[-1][1],
         loss=sums.loss,
         attention=None if warmed.attention is None else vars(warmed.attention),
+        **({"head_fp8": findings[0].to_dict()} if findings else {}),
     )
 
 

@@ -144,6 +144,12 @@ def test_configuration_that_is_no_mapping_is_refused() -> None:
         ("loss", {"position_decay": 0.0}, "loss.position_decay: expected above 0"),
         ("loss", {"head_sample": -1}, "loss.head_sample: expected at least 0"),
         ("loss", {"chunk_rows": 0}, "loss.chunk_rows: expected at least 1"),
+        ("loss", {"head_fp8": "rows"}, "loss.head_fp8: expected one of off, logits, both"),
+        (
+            "loss",
+            {"head_fp8": "both", "head_sample": 9},
+            "loss.head_fp8: both needs the whole head and a bfloat16 draft on a GPU, but loss.head",
+        ),
         ("optim", {"name": "sgd"}, "optim.name: expected one of adamw, muon, got 'sgd'"),
         ("optim", {"lr": 0.0}, "optim.lr: expected above 0"),
         ("optim", {"adamw_lr": -1.0}, "optim.adamw_lr: expected above 0"),
@@ -177,6 +183,21 @@ def test_value_out_of_range_is_named_with_what_was_expected(
     with pytest.raises(ConfigError) as info:
         TrainConfig.from_dict(_with(section, **values))
     assert str(info.value).startswith(told)
+
+
+def test_head_in_fp8_is_refused_where_it_cannot_be_had() -> None:
+    raw = _with("loss", head_fp8="both")
+    assert TrainConfig.from_dict(raw).loss.head_fp8 == "both"
+    wide = raw | {"run": {"device": "cpu"}, "draft": NEEDED["draft"] | {"dtype": "float32"}}
+    with pytest.raises(ConfigError, match=r"but run\.device is cpu, draft\.dtype is float32; set"):
+        TrainConfig.from_dict(wide)
+    domino = NEEDED["draft"] | {"variant": "domino"}
+    with pytest.raises(
+        ConfigError, match=r"domino needs the slopes .* set loss\.head_fp8 to logits"
+    ):
+        TrainConfig.from_dict(raw | {"draft": domino})
+    halved = TrainConfig.from_dict(raw | {"draft": domino, "loss": {"head_fp8": "logits"}})
+    assert halved.loss.head_fp8 == "logits"
 
 
 def test_what_needs_compiled_code_is_refused_on_a_cpu() -> None:

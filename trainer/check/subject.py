@@ -130,7 +130,7 @@ class Subject:
             draft=draft,
             target=replace(config.target, dtype="float32"),
             run=replace(config.run, device="cpu"),
-            loss=replace(config.loss, head_sample=0),
+            loss=replace(config.loss, head_sample=0, head_fp8="off"),
         )
 
     @property

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from trainer.contract.config import TrainConfig
+from trainer.contract.config import HEAD_FP8, TrainConfig
 from trainer.data.packing import most_anchors
 from trainer.doctor.findings import Finding, problem, warning
 from trainer.doctor.samples import DataFacts
@@ -215,6 +215,11 @@ def drafter_facts(draft: DraftConfig, config: TrainConfig, card: Card) -> Device
         "activations (estimate)": draft.num_draft_layers * kept * size,
         "logits of a chunk": min(block_tokens, chunk_rows) * columns * size,
     }
+    num_fp8 = HEAD_FP8.index(config.loss.head_fp8)  # heads: of the logits, of their gradient
+    if num_fp8:
+        parts["head in FP8"] = num_fp8 * vocab * hidden
+    if config.loss.head_fp8 == "both":  # the logits' shares in FP8, a byte each
+        parts["logits of a chunk"] += min(block_tokens, chunk_rows) * columns
     return DeviceFacts(card, parts)
 
 

@@ -142,6 +142,7 @@ def timed_step_s(
         place = 0, devices.drafters[0]
         schedule = Schedule.from_config(config.optim, 1)
         replica = assembly.build_replica(config, target, place, attention, schedule, None)
+        (replica,), _ = assembly.scale_heads(config, [replica])
         replica.optimizer.arrange_gradients(1, config.optim.grad_accumulation)
         replica.draft.train()
         timings = [

@@ -4,8 +4,6 @@ The gradient with respect to the hidden states is made chunk by chunk in the for
 chunk's logits are at hand anyway, and only scaled in the backward. All chunks use the same memory.
 """
 
-import functools
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +12,15 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from trainer.model import scaled_head
+from trainer.model.scaled_head import ScaledHead, kernels_for, padded, scale_rows
+
 # (cross-entropies [m], given weights [m]) -> weights [m]; the rows are whole blocks.
 Weigh = Callable[[Tensor, Tensor], Tensor]
 
 # Of the logits of a chunk and what is made of them. Long chunks fill a GPU: the gradient's product
 # has m / 128 x D / 256 tiles, so with few rows its last tiles leave most of the card idle.
 CHUNK_BYTES = 2_000_000_000
-_ROW_UNIT = 16  # elements; every row of logits begins aligned, whatever the vocabulary
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,14 @@ class HeadPass:
     chunk_rows: rows of logits that exist at one time. weigh: makes the weights of a chunk from its
     cross-entropies; None takes them as given. block_rows: rows of a block, which a chunk never
     parts when ``weigh`` is given. top_k: how many of the best logits of a row are wanted as well.
+    fp8: the same head in FP8, for products that shall run so.
     """
 
     chunk_rows: int
     weigh: Weigh | None = None
     block_rows: int = 1
     top_k: int = 0
+    fp8: ScaledHead | None = None
 
     def chunks(self, num_rows: int) -> list[slice]:
         """Return the rows of each chunk."""
@@ -76,16 +78,6 @@ def head_loss(
     return HeadResult(*apply(x, head, labels, weights, how))
 
 
-@functools.cache
-def _kernels() -> Any:
-    """Return the module of Triton's kernels; None where there is no Triton."""
-    if importlib.util.find_spec("triton") is None:
-        return None
-    from trainer.model import head_kernels  # noqa: PLC0415 - needs Triton
-
-    return head_kernels
-
-
 def rows_at_once(head: Tensor) -> int:
     """Return how many rows CHUNK_BYTES hold, at least one. Shapes: head [V, D].
 
@@ -103,20 +95,25 @@ def logits_memory(parts: list[slice], num_columns: int, like: Tensor) -> Tensor:
     columns.
     """
     most = max((part.stop - part.start for part in parts), default=0)
-    return like.new_empty(most, -(-num_columns // _ROW_UNIT) * _ROW_UNIT)[:, :num_columns]
+    return like.new_empty(most, padded(num_columns))[:, :num_columns]
 
 
 @dataclass(frozen=True)
-class ChunkLoss:
-    """What a chunk's logits gave.
-
-    Shapes: entropy and weights [m] fp32, hit [m] bool, steep [m, V] in the logits' dtype, the
-    gradient of the weighted sum of the entropies.
-    """
+class ChunkScore:
+    """What a chunk's logits gave. Shapes: entropy and weights [m] fp32, hit [m] bool."""
 
     entropy: Tensor
     weights: Tensor
     hit: Tensor
+
+
+@dataclass(frozen=True)
+class ChunkLoss(ChunkScore):
+    """The same, and ``steep``: the gradient of the weighted sum of the entropies.
+
+    Shapes: steep [m, V] in the logits' dtype.
+    """
+
     steep: Tensor
 
 
@@ -128,7 +125,7 @@ def chunk_loss(
     The gradient may take the place of the logits. Shapes: logits [m, V], labels and given weights
     [m].
     """
-    kernels = _kernels() if logits.is_cuda else None
+    kernels = kernels_for(logits)
     if kernels is not None:
         entropy, sums, best = kernels.score(logits, labels)
         weights = how.weights(entropy, given)
@@ -145,6 +142,46 @@ def chunk_loss(
     return ChunkLoss(entropy, weights, hit, wide.to(logits.dtype))
 
 
+class Products:
+    """The products of rows with a head, a chunk at a time, all chunks in the same memory.
+
+    Shapes: x [M, D], head [V, D]; ``parts``: the rows of each chunk.
+    """
+
+    def __init__(self, x: Tensor, head: Tensor, parts: list[slice], fp8: ScaledHead | None) -> None:
+        self._x, self._head, self._fp8 = x, head, fp8
+        width = len(head) if fp8 is None else padded(len(head))
+        self._memory = logits_memory(parts, width, x)
+        if fp8 is not None and fp8.columns is not None:
+            self._shares = torch.empty_like(self._memory, dtype=torch.float8_e4m3fn)
+
+    def logits(self, part: slice) -> Tensor:
+        """Return the logits of a chunk; those of the last one are gone. Shapes: -> [m, V]."""
+        memory = self._memory[: part.stop - part.start]
+        if self._fp8 is None:
+            return torch.mm(self._x[part], self._head.t(), out=memory)
+        return self._fp8.logits(*scale_rows(self._x[part]), memory)
+
+    def gradient(
+        self, logits: Tensor, labels: Tensor, given: Tensor, how: HeadPass, out: Tensor
+    ) -> ChunkScore:
+        """Write the gradient with respect to a chunk's rows; its logits are gone then.
+
+        Shapes: logits [m, V], labels and given weights [m], out [m, D].
+        """
+        if self._fp8 is None or self._fp8.columns is None:
+            made = chunk_loss(logits, labels, given, how)
+            torch.mm(made.steep, self._head, out=out)
+            return made
+        found = scaled_head.score(logits, labels)
+        weights = how.weights(found.entropy, given)
+        shares = self._shares[: len(logits)]
+        scales = scaled_head.shares(logits, found, labels, weights, shares)
+        self._fp8.gradient(shares, scales, out)
+        scaled_head.add_label(out, self._head, found.entropy, labels, weights)
+        return ChunkScore(found.entropy, weights, found.best == labels)
+
+
 class _HeadLoss(torch.autograd.Function):
     """Makes the gradient in the forward: a chunk needs two products and is then forgotten."""
 
@@ -159,15 +196,14 @@ class _HeadLoss(torch.autograd.Function):
         top = x.new_empty(len(x), how.top_k)
         top_rows = labels.new_empty(len(x), how.top_k)
         parts = how.chunks(len(x))
-        memory = logits_memory(parts, len(head), x)
+        products = Products(x, head, parts, how.fp8)
         for part in parts:
-            logits = torch.mm(x[part], head.t(), out=memory[: part.stop - part.start])
+            logits = products.logits(part)
             if how.top_k:
                 top[part], top_rows[part] = logits.topk(how.top_k, -1)
-            made = chunk_loss(logits, labels[part], weights[part], how)
+            made = products.gradient(logits, labels[part], weights[part], how, grad[part])
             hit[part], used[part] = made.hit, made.weights
             total += (made.entropy * made.weights).sum()
-            torch.mm(made.steep, head, out=grad[part])
         ctx.save_for_backward(grad, head, top_rows)
         ctx.mark_non_differentiable(hit, used, top_rows)
         return total, hit, used, top, top_rows

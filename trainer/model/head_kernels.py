@@ -2,9 +2,10 @@
 
 Entropy, log of the sum and best row come from one reading of a row with a running maximum; the
 gradient is written over the logits. At 2 bytes a logit that is 6 bytes of traffic, where separate
-maximum, sum, best row and gradient take 12 and a second tensor of that size. CUDA only: the kernels
-are Triton's, and are imported where used. They compile outside torch.compile, in the thread that
-launches them first; numbers of rows and columns are arguments, so that no other shape compiles.
+maximum, sum, best row and gradient take 12 and a second tensor of that size. With FP8 products
+``shares`` takes the place of ``slope`` and writes one byte. CUDA only: the kernels are Triton's,
+and are imported where used. They compile outside torch.compile, in the thread that launches them
+first; numbers of rows and columns are arguments, so that no other shape compiles.
 """
 
 import torch
@@ -13,6 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from trainer.device import current_device
+from trainer.model.row_scaled import LARGEST, SMALLEST
+from trainer.model.scaled_head import LEAST_REST, Score
 
 _LOAD_BYTES = 16  # the widest load of a thread
 _GROUPS = 512  # loads of a program in flight: two a thread
@@ -67,6 +70,80 @@ def slope(logits: Tensor, total: Tensor, labels: Tensor, weights: Tensor) -> Ten
                 num_warps=_SLOPE_WARPS,
             )
     return logits
+
+
+def scale_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x as e4m3 with one scale a row. Shapes: [M, D] -> [M, D], [M, 1] fp32."""
+    x = x.contiguous()
+    num_rows, num_columns = x.shape
+    values = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(num_rows, 1, device=x.device)
+    if num_rows:
+        with current_device(x.device):
+            _scale_rows[(num_rows,)](
+                x,
+                values,
+                scales,
+                num_columns,
+                BLOCK=triton.next_power_of_2(num_columns),
+                LARGEST=LARGEST,
+                SMALLEST=SMALLEST,
+                num_warps=_SCORE_WARPS,
+            )
+    return values, scales
+
+
+def shares(logits: Tensor, found: Score, labels: Tensor, weights: Tensor, out: Tensor) -> Tensor:
+    """Write the softmax as e4m3, zero at the label and behind the logits; return its scales.
+
+    Shapes: logits [m, V] and out [m, W], one element between columns; labels and weights [m] ->
+    [m, 1] fp32, times the weights.
+    """
+    num_rows, num_columns = logits.shape
+    num_blocks = triton.cdiv(out.shape[1], _SLOPE_BLOCK)
+    scales = torch.empty(num_rows, 1, device=logits.device)
+    if num_rows:
+        with current_device(logits.device):
+            _shares[(num_rows * num_blocks,)](
+                logits,
+                out,
+                found.entropy,
+                found.total,
+                found.best,
+                labels,
+                weights,
+                scales,
+                logits.stride(0),
+                out.stride(0),
+                num_columns,
+                out.shape[1],
+                num_blocks,
+                BLOCK=_SLOPE_BLOCK,
+                LARGEST=LARGEST,
+                LEAST_REST=LEAST_REST,
+                num_warps=_SLOPE_WARPS,
+            )
+    return scales
+
+
+def add_label(grad: Tensor, head: Tensor, entropy: Tensor, labels: Tensor, weights: Tensor) -> None:
+    """Add (share of the label - 1) x weight x its row of the head to each row of the gradient.
+
+    Shapes: grad [m, D], head [V, D], both packed; entropy, labels and weights [m].
+    """
+    num_rows, num_columns = grad.shape
+    if num_rows:
+        with current_device(grad.device):
+            _add_label[(num_rows,)](
+                grad,
+                head,
+                entropy,
+                labels,
+                weights,
+                num_columns,
+                BLOCK=triton.next_power_of_2(num_columns),
+                num_warps=_SCORE_WARPS,
+            )
 
 
 # Chunks begin anywhere: what is read once a row is not worth a kernel for each alignment.
@@ -146,3 +223,90 @@ def _slope(
         made = tl.exp(tl.load(here, mask=inside, other=0.0).to(tl.float32) - total)
         made = (made - tl.where(column == label, 1.0, 0.0)) * weight
         tl.store(here, made.to(logits_at.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["scales_at"])
+def _scale_rows(
+    x_at,
+    values_at,
+    scales_at,
+    num_columns,
+    BLOCK: tl.constexpr,
+    LARGEST: tl.constexpr,
+    SMALLEST: tl.constexpr,
+):
+    """One row a program."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside, place = column < num_columns, row * num_columns + column
+    read = tl.load(x_at + place, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(read), 0), SMALLEST) / LARGEST
+    tl.store(values_at + place, (read / scale).to(tl.float8e4nv), mask=inside)
+    tl.store(scales_at + row, scale)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("entropy_at", "total_at", "best_at", "labels_at", "weights_at", "scales_at"),
+        *("num_columns", "width", "num_blocks"),
+    ]
+)
+def _shares(
+    logits_at,
+    out_at,
+    entropy_at,
+    total_at,
+    best_at,
+    labels_at,
+    weights_at,
+    scales_at,
+    stride,
+    out_stride,
+    num_columns,
+    width,
+    num_blocks,
+    BLOCK: tl.constexpr,
+    LARGEST: tl.constexpr,
+    LEAST_REST: tl.constexpr,
+):
+    """One block of one row a program; the first of a row writes its scale."""
+    row = (tl.program_id(0) // num_blocks).to(tl.int64)
+    start = tl.program_id(0) % num_blocks * BLOCK
+    row_at = logits_at + row * stride
+    total = tl.load(total_at + row)
+    label = tl.load(labels_at + row)
+    highest = tl.exp(tl.load(row_at + tl.load(best_at + row)).to(tl.float32) - total)
+    # Beside a label that is best itself: no more than it has, nor than what it leaves.
+    rest = tl.maximum(1.0 - tl.exp(-tl.load(entropy_at + row)), LEAST_REST)
+    scale = tl.minimum(highest, rest) / LARGEST
+    factor = 1.0 / scale
+    column = start + tl.arange(0, BLOCK)
+    here, there = row_at + column, out_at + row * out_stride + column
+    if start + BLOCK <= num_columns:  # without a mask, which would make loads and stores narrow
+        made = tl.exp(tl.load(here).to(tl.float32) - total) * factor
+        made = tl.minimum(tl.where(column == label, 0.0, made), LARGEST)
+        tl.store(there, made.to(tl.float8e4nv))
+    else:
+        inside = column < num_columns
+        read = tl.load(here, mask=inside, other=-float("inf")).to(tl.float32)
+        made = tl.exp(read - total) * factor
+        made = tl.minimum(tl.where(column == label, 0.0, made), LARGEST)
+        tl.store(there, made.to(tl.float8e4nv), mask=column < width)
+    if start == 0:
+        tl.store(scales_at + row, scale * tl.load(weights_at + row))
+
+
+@triton.jit(do_not_specialize=["entropy_at", "labels_at", "weights_at"])
+def _add_label(
+    grad_at, head_at, entropy_at, labels_at, weights_at, num_columns, BLOCK: tl.constexpr
+):
+    """One row a program."""
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels_at + row).to(tl.int64)
+    slope = (tl.exp(-tl.load(entropy_at + row)) - 1.0) * tl.load(weights_at + row)
+    column = tl.arange(0, BLOCK)
+    inside, place = column < num_columns, row * num_columns + column
+    made = tl.load(grad_at + place, mask=inside, other=0.0).to(tl.float32)
+    wanted = tl.load(head_at + label * num_columns + column, mask=inside, other=0.0)
+    made += slope * wanted.to(tl.float32)
+    tl.store(grad_at + place, made.to(grad_at.dtype.element_ty), mask=inside)

@@ -5,8 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_LARGEST = 448.0  # of float8_e4m3fn
-_SMALLEST = 1e-12  # of a row that is all zero
+LARGEST = 448.0  # of float8_e4m3fn
+SMALLEST = 1e-12  # of a row that is all zero
+_AT_ONCE = 1 << 26  # elements whose fp32 copies exist while a weight is turned into FP8
 
 
 class RowScaled(NamedTuple):
@@ -16,34 +17,74 @@ class RowScaled(NamedTuple):
     scales: Tensor
 
 
-def quantise(weight: Tensor) -> RowScaled:
-    """Return a weight as e4m3 with one scale an output channel. Shapes: [N, K]."""
-    scales = weight.abs().amax(1).float().clamp(min=_SMALLEST) / _LARGEST
-    values = (weight.float() / scales[:, None]).to(torch.float8_e4m3fn)
-    return RowScaled(values, scales[None])
+def quantise(weight: Tensor, shape: tuple[int, int] | None = None) -> RowScaled:
+    """Return a weight as e4m3 with one scale an output channel.
+
+    ``shape``: of the values, where larger than the weight; what it adds is zero. Shapes: [N, K].
+    """
+    num_rows, num_columns = weight.shape
+    device, shape = weight.device, shape or (num_rows, num_columns)
+    values = torch.zeros(shape, dtype=torch.float8_e4m3fn, device=device)
+    scales = torch.ones(1, shape[0], device=device)
+    step = max(1, _AT_ONCE // max(1, num_columns))
+    for start in range(0, num_rows, step):
+        part = slice(start, min(start + step, num_rows))
+        wide, scale = _scaled(weight[part])
+        values[part, :num_columns] = wide.to(values.dtype)
+        scales[0, part] = scale.squeeze(1)
+    return RowScaled(values, scales)
+
+
+def scale_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x as e4m3 with one scale a row. Shapes: [T, K] -> [T, K], [T, 1] fp32."""
+    wide, scales = _scaled(x)
+    return wide.to(torch.float8_e4m3fn), scales
+
+
+def _scaled(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x over its scales in fp32, and the scales. Shapes: [T, K] -> [T, K], [T, 1]."""
+    wide = x.float()
+    scales = wide.abs().amax(1, keepdim=True).clamp(min=SMALLEST) / LARGEST
+    return wide / scales, scales
 
 
 def multiply(x: Tensor, weight: RowScaled) -> Tensor:
     """Return x @ weight.T with one scale a token, found here. Shapes: [T, K] -> [T, N] bfloat16."""
-    wide = x.float()
-    scales = wide.abs().amax(1, keepdim=True).clamp(min=_SMALLEST) / _LARGEST
-    out: Tensor = torch._scaled_mm(
-        (wide / scales).to(torch.float8_e4m3fn),
+    return product(*scale_rows(x), weight)
+
+
+def product(
+    values: Tensor,
+    scales: Tensor,
+    weight: RowScaled,
+    *,
+    out: Tensor | None = None,
+    fast: bool = True,
+) -> Tensor:
+    """Return (values x scales) @ weight.T. Shapes: [T, K] FP8, [T, 1] fp32 -> [T, N] bfloat16.
+
+    N and K are multiples of 16. ``out``: where the result goes, contiguous. ``fast``: sums stay in
+    the 14 bits of a Hopper's FP8 units, which is enough for some thousand terms.
+    """
+    options = {} if out is None else {"out": out}
+    made: Tensor = torch._scaled_mm(
+        values,
         weight.values.t(),
         scale_a=scales,
         scale_b=weight.scales,
         out_dtype=torch.bfloat16,
-        use_fast_accum=True,
+        use_fast_accum=fast,
+        **options,
     )
-    return out
+    return made
 
 
-def why_not(device: torch.device, dtype: torch.dtype) -> str:
-    """Return why products cannot run in FP8 there, or an empty text."""
+def why_not(device: torch.device, dtype: torch.dtype, setting: str = "target.dtype") -> str:
+    """Return why products cannot run in FP8 there, or an empty text; ``setting`` gives dtype."""
     if device.type != "cuda":
         return "FP8 products need an NVIDIA GPU"
     if torch.cuda.get_device_capability(device) < (8, 9):
         return f"{torch.cuda.get_device_name(device)} has no FP8 products (Ada and later have)"
     if dtype != torch.bfloat16:
-        return f"FP8 products give bfloat16, and target.dtype is {dtype}"
+        return f"FP8 products give bfloat16, and {setting} is {dtype}"
     return ""

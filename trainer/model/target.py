@@ -25,6 +25,7 @@ from trainer.contract.model_directory import faults
 from trainer.errors import TargetError
 from trainer.model import packed_attention, recurrent_kernels
 from trainer.model.compiled_target import CompiledTarget
+from trainer.model.scaled_head import ScaledHead
 
 FULL, WINDOWED = "full_attention", frozenset(("sliding_attention", "chunked_attention"))
 ROWS, PACKED = "rows", "packed"
@@ -53,13 +54,21 @@ def default_target_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int
 
 @dataclass(frozen=True)
 class FrozenHead:
-    """The target's embedding and head, never trained. Shapes: [V, D] each; one tensor if tied."""
+    """The target's embedding and head, never trained.
+
+    fp8: the head once more, for a loss whose products run in FP8. Shapes: embedding and lm_head
+    [V, D], one tensor if tied.
+    """
 
     embedding: Tensor
     lm_head: Tensor
+    fp8: ScaledHead | None = None
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> "FrozenHead":
-        """Return it on another device or in another dtype; tied weights stay one tensor."""
+        """Return it on another device or in another dtype; tied weights stay one tensor.
+
+        Without its FP8 form, which belongs to one device.
+        """
         embedding = self.embedding.to(device, dtype)
         tied = self.lm_head is self.embedding
         return FrozenHead(embedding, embedding if tied else self.lm_head.to(device, dtype))

@@ -1,4 +1,4 @@
-"""The head's two Triton kernels on an NVIDIA GPU, against float64 and against autograd."""
+"""The head's Triton kernels and FP8 products on an NVIDIA GPU, against float64 and autograd."""
 
 import math
 
@@ -8,7 +8,11 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from trainer.loss import dpace_weights
+from trainer.model import row_scaled, scaled_head
 from trainer.model.head import HeadPass, head_loss
+from trainer.model.head_proof import compare, made_up_rows, scaled_head_of
+from trainer.model.scaled_head import BOTH, LOGITS, ScaledHead
+from trainer.model.target import FrozenHead
 
 pytestmark = [
     pytest.mark.gpu,
@@ -168,3 +172,153 @@ def test_other_rows_and_columns_compile_no_kernel_anew(monkeypatch: pytest.Monke
         run(num_rows, num_columns, chunk_rows)
     assert first <= 2  # none where another test has compiled them
     assert len(compiled) == first
+
+
+needs_fp8 = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9),
+    reason="needs a GPU with FP8 products",
+)
+
+
+def _random_head(num_columns: int, width: int, size: float = 0.05) -> Tensor:
+    draw = torch.Generator().manual_seed(num_columns)
+    return (torch.randn(num_columns, width, generator=draw) * size).bfloat16().cuda()
+
+
+@needs_fp8
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 16), (7, 576), (133, 5120)])
+def test_rows_are_scaled_and_rounded_as_by_plain_torch(num_rows: int, width: int):
+    torch.manual_seed(width)
+    x = torch.randn(num_rows, width, device="cuda").bfloat16()
+    x[num_rows // 2] = 0
+    (values, scales), (wanted, wanted_scales) = scaled_head.scale_rows(x), row_scaled.scale_rows(x)
+    torch.testing.assert_close(scales, wanted_scales, rtol=1e-6, atol=0)
+    # A quotient on the edge between two e4m3 values may fall to either side.
+    differ = values.float() != wanted.float()
+    assert float(differ.float().mean()) < 1e-3
+    torch.testing.assert_close(values.float(), wanted.float(), rtol=0.13, atol=2**-9)
+
+
+@needs_fp8
+@pytest.mark.parametrize(("num_rows", "num_columns"), [(1, 1), (5, 4096), (4, 4097), (133, 11003)])
+def test_shares_are_the_softmax_without_the_label(num_rows: int, num_columns: int):
+    width = scaled_head.padded(num_columns)
+    logits = _logits(num_rows, num_columns, torch.bfloat16, aligned=True)
+    labels = torch.randint(num_columns, (num_rows,), device="cuda")
+    labels[-1] = logits[-1].argmax()
+    weights = torch.rand(num_rows, device="cuda")
+    weights[num_rows // 2] = 0
+    out = torch.full((num_rows, width), 9.0, device="cuda").to(torch.float8_e4m3fn)
+    found = scaled_head.score(logits, labels)
+    scales = scaled_head.shares(logits, found, labels, weights, out)
+    wide = logits.double().softmax(-1).scatter(1, labels[:, None], 0.0)
+    made = out.double() * scales.double()
+    least = 2.0**-10 * scales.double()  # half of the smallest step
+    wanted = wide * weights[:, None]
+    error = (made[:, :num_columns] - wanted).abs()
+    worst = (error / (wanted / 15.9 + least + 1e-30)).max()
+    assert float(worst) <= 1.01, f"worst error is {float(worst):.3f} of half a step"
+    assert not made[:, num_columns:].any()
+    assert not made[num_rows // 2].any()
+
+
+@needs_fp8
+@pytest.mark.parametrize("products", [LOGITS, BOTH])
+@pytest.mark.parametrize("num_columns", [32000, 32001])
+@pytest.mark.parametrize("chunk_rows", [333, 4096])
+def test_loss_and_gradient_in_fp8_are_near_those_of_bfloat16(
+    products: str, num_columns: int, chunk_rows: int
+):
+    # Logits of a spread of 0.57 are off by 0.021, and the mean of 2,001 labels' by 0.0005.
+    head = _random_head(num_columns, 512, 0.025)
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(2001, 512, generator=draw).bfloat16().cuda()
+    labels = torch.randint(num_columns, (2001,), generator=draw).cuda()
+    weights = torch.rand(2001, generator=draw).cuda()
+    weights[1000] = 0
+
+    def run(how: HeadPass) -> tuple[Tensor, Tensor]:
+        own = x.clone().requires_grad_()
+        found = head_loss(own, head, labels, weights, how)
+        (grad,) = torch.autograd.grad(found.loss, own)
+        return found.loss.detach() / weights.sum(), grad.float()
+
+    fp8 = ScaledHead.of(head, products)
+    loss, grad = run(HeadPass(chunk_rows, fp8=fp8))
+    wanted, wanted_grad = run(HeadPass(chunk_rows))
+    cosine = F.cosine_similarity(grad.flatten(), wanted_grad.flatten(), 0)
+    told = f"loss {float(loss):.5f} and {float(wanted):.5f}, cosine {float(cosine):.5f}"
+    assert abs(float(loss - wanted)) < 2e-3, told
+    assert float(cosine) > (0.995 if products == LOGITS else 0.99), told
+    assert not grad[1000].any()
+    again, same = run(HeadPass(chunk_rows, fp8=fp8))
+    assert torch.equal(again, loss)
+    assert torch.equal(same, grad)
+
+
+@needs_fp8
+@pytest.mark.parametrize("products", [LOGITS, BOTH])
+def test_self_test_in_fp8_passes_with_rows_that_are_sure_right_and_wrong(products: str):
+    table = _random_head(50021, 1024)
+    head, finding = scaled_head_of(FrozenHead(table, table), products)
+    x, labels = made_up_rows(table)
+    shares = (x.float() @ table.float().t()).softmax(-1).gather(1, labels[:, None])
+    assert shares.max() > 0.999
+    assert 0.02 < finding.logits_error_frac < 0.06, str(finding)
+    assert finding.gradient_cosine > 0.998, str(finding)
+    # each row that is nearly right, by itself: its gradient is small, and may not drown
+    sure = (shares[:, 0] > 0.99) & (shares[:, 0] < 0.9999)
+    ones = torch.ones(int(sure.sum()), device="cuda")
+    grads = []
+    for how in (HeadPass(50, fp8=head.fp8), HeadPass(50)):
+        own = x[sure].requires_grad_()
+        loss = head_loss(own, table, labels[sure], ones, how).loss
+        grads.append(torch.autograd.grad(loss, own)[0].float())
+    cosine = F.cosine_similarity(*grads, dim=1)
+    assert len(cosine) > 5
+    assert float(cosine.min()) > 0.97, cosine.tolist()
+    assert compare(head, products) == finding  # the same bits
+
+
+@needs_fp8
+@pytest.mark.parametrize("products", [LOGITS, BOTH])
+def test_no_rows_and_weights_of_blocks_work_in_fp8(products: str):
+    head = _random_head(999, 64)
+    fp8 = ScaledHead.of(head, products)
+    x = torch.randn(45, 64, device="cuda").bfloat16()
+    labels, given = torch.randint(999, (45,), device="cuda"), torch.rand(45, device="cuda")
+
+    def weigh(entropy: Tensor, given: Tensor) -> Tensor:
+        blocks = entropy.view(-1, 5)
+        return dpace_weights(blocks, given.view(-1, 5) > 0, 0.5).flatten()
+
+    found, plain = (
+        head_loss(x, head, labels, given, HeadPass(20, weigh, 5, 4, form)) for form in (fp8, None)
+    )
+    torch.testing.assert_close(found.weights, plain.weights, rtol=0.05, atol=0)
+    torch.testing.assert_close(found.top, plain.top, rtol=0.05, atol=0.05)
+    none = head_loss(x[:0], head, labels[:0], given[:0], HeadPass(20, fp8=fp8))
+    assert (float(none.loss), len(none.hit)) == (0.0, 0)
+
+
+@needs_fp8
+def test_other_rows_and_columns_compile_no_fp8_kernel_anew(monkeypatch: pytest.MonkeyPatch):
+    import triton  # noqa: PLC0415
+
+    compiled: list[str] = []
+    monkeypatch.setattr(
+        triton.knobs.runtime, "jit_post_compile_hook", lambda **told: compiled.append(told["repr"])
+    )
+
+    def run(num_rows: int, num_columns: int, chunk_rows: int) -> None:
+        x = torch.randn(num_rows, 48, device="cuda").bfloat16()
+        head = _random_head(num_columns, 48)
+        labels = torch.randint(num_columns, (num_rows,), device="cuda")
+        how = HeadPass(chunk_rows, fp8=ScaledHead.of(head, BOTH))
+        head_loss(x, head, labels, torch.ones(num_rows, device="cuda"), how)
+
+    run(45, 5000, 15)
+    first = len(compiled)
+    for num_rows, num_columns, chunk_rows in ((44, 5001, 7), (1, 16, 1), (45, 4096, 45)):
+        run(num_rows, num_columns, chunk_rows)
+    assert len(compiled) == first, compiled[first:]

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from trainer.model import target_layers
+from trainer.model import row_scaled, scaled_head, target_layers
 from trainer.model.attention import SdpaAttention
 from trainer.model.attention_proof import prove_spans
 from trainer.model.draft import DraftConfig
@@ -87,6 +87,54 @@ def test_score_and_slope_are_those_of_cross_entropy(num_columns: int):
     wanted = (wide.softmax(-1) - F.one_hot(labels, num_columns)) * weights[:, None]
     made = head_kernels.slope(logits, total, labels, weights)
     torch.testing.assert_close(made.double(), wanted, atol=1e-6, rtol=1e-4)
+
+
+def _near_in_fp8(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    """The interpreter cuts off, and loses a carry, where a GPU rounds to e4m3: a factor of 2."""
+    ours, right = found.float(), wanted.float()
+    small = 2.0**-8
+    assert torch.all((ours - right).abs() <= 0.5 * right.abs() + small)
+    assert torch.equal(ours.sign()[right.abs() > small], right.sign()[right.abs() > small])
+
+
+@pytest.mark.parametrize("width", [16, 80])
+def test_rows_are_scaled_as_by_plain_torch(width: int):
+    from trainer.model import head_kernels  # noqa: PLC0415 - needs Triton
+
+    torch.manual_seed(0)
+    x = torch.randn(5, width).bfloat16()
+    x[2] = 0
+    values, scales = head_kernels.scale_rows(x)
+    wanted, wanted_scales = row_scaled.scale_rows(x)
+    torch.testing.assert_close(scales, wanted_scales)
+    _near_in_fp8(values, wanted)
+
+
+@pytest.mark.parametrize("num_columns", [7, 4096, 4099])
+def test_shares_and_the_labels_part_are_those_of_plain_torch(num_columns: int):
+    from trainer.model import head_kernels  # noqa: PLC0415 - needs Triton
+
+    torch.manual_seed(0)
+    memory = (torch.randn(5, scaled_head.padded(num_columns)) * 3).bfloat16()
+    memory[:, num_columns:] = torch.inf  # what stands behind the logits is never read
+    logits = memory[:, :num_columns]
+    labels = torch.tensor([0, 5, 6, num_columns - 1, 3])
+    logits[3, -1] = 30.0  # nearly sure, and right
+    weights, found = torch.tensor([1.0, 0.0, 0.5, 1.0, 2.0]), scaled_head.score(logits, labels)
+    score = scaled_head.Score(*head_kernels.score(logits, labels))
+    ours = torch.full(memory.shape, 9.0).to(torch.float8_e4m3fn)
+    wanted = ours.clone()
+    scales = head_kernels.shares(logits, score, labels, weights, ours)
+    wanted_scales = scaled_head.shares(logits, found, labels, weights, wanted)
+    torch.testing.assert_close(scales, wanted_scales, rtol=1e-4, atol=0)
+    _near_in_fp8(ours, wanted)
+    assert not ours.float()[:, num_columns:].any()
+    assert not ours.float()[range(5), labels].any()
+    head, grad = torch.randn(num_columns, 48).bfloat16(), torch.randn(5, 48)
+    added = grad.clone()
+    head_kernels.add_label(grad, head, found.entropy, labels, weights)
+    scaled_head.add_label(added, head, found.entropy, labels, weights)
+    torch.testing.assert_close(grad, added, rtol=1e-5, atol=1e-6)
 
 
 def test_convolution_before_a_delta_rule_is_the_plain_one():

@@ -12,6 +12,7 @@ from typing import Any
 from trainer.contract.config.reading import build
 from trainer.contract.config.rules import check
 from trainer.contract.config.sections import (
+    HEAD_FP8,
     LOSSES,
     VARIANTS,
     CompileConfig,
@@ -27,6 +28,7 @@ from trainer.contract.config.sections import (
 from trainer.contract.errors import ConfigError
 
 __all__ = [
+    "HEAD_FP8",
     "LOSSES",
     "VARIANTS",
     "CompileConfig",

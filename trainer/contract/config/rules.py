@@ -3,6 +3,7 @@
 from typing import Any
 
 from trainer.contract.config.sections import (
+    HEAD_FP8,
     LOSSES,
     POSITION_DECAY,
     VARIANTS,
@@ -42,6 +43,7 @@ def check(config: Sections) -> None:
             raise ConfigError(f"{key}: expected {expected}, got {found!r}")
     _check_choices(config)
     _check_compiled(config)
+    _check_head_fp8(config)
     _check_draft(config)
 
 
@@ -188,6 +190,7 @@ def _check_choices(config: Sections) -> None:
         ("draft.dtype", config.draft.dtype, dtypes),
         ("draft.variant", config.draft.variant, VARIANTS),
         ("loss.name", config.loss.name, LOSSES),
+        ("loss.head_fp8", config.loss.head_fp8, HEAD_FP8),
         ("optim.name", config.optim.name, ("adamw", "muon")),
         ("run.device", config.run.device, ("cuda", "cpu")),
         ("compile.mode", config.compile.mode, ("auto", "on", "off")),
@@ -225,6 +228,27 @@ def _check_compiled(config: Sections) -> None:
         raise ConfigError(
             f"target.fp8: {config.target.fp8} needs compiled layers on a GPU, but {why}; set"
             " target.fp8 to off"
+        )
+
+
+def _check_head_fp8(config: Sections) -> None:
+    """Refuse what products of the head in FP8 do not go with."""
+    chosen = config.loss.head_fp8
+    against = {
+        "run.device is cpu": config.run.device == "cpu",
+        f"draft.dtype is {config.draft.dtype}": config.draft.dtype != "bfloat16",
+        "loss.head_sample takes other rows of the head each step": config.loss.head_sample > 0,
+    }
+    why = ", ".join(words for words, holds in against.items() if holds)
+    if chosen != "off" and why:
+        raise ConfigError(
+            f"loss.head_fp8: {chosen} needs the whole head and a bfloat16 draft on a GPU, but"
+            f" {why}; set loss.head_fp8 to off"
+        )
+    if chosen == "both" and config.draft.variant == "domino":
+        raise ConfigError(
+            "loss.head_fp8: the correction of draft.variant domino needs the slopes of the logits"
+            " in bfloat16; set loss.head_fp8 to logits"
         )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 POSITION_DECAY = {8: 4.0, 10: 5.0, 16: 7.0}
 VARIANTS = ("dflash", "dflash2", "domino")  # each a module of trainer.model.variants
 LOSSES = ("decay", "dpace")
+HEAD_FP8 = ("off", "logits", "both")
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,10 @@ class LossConfig:
     base_decay_frac: part of the steps over which domino's weight of the uncorrected logits falls
     from 1 to 0. head_sample: 0 uses the whole head; n uses the rows of the batch's labels and n
     random ones (training only, evaluation always uses the whole head). chunk_rows: rows of logits
-    that exist at one time; None takes as many as 2 GB hold with what is made of them.
+    that exist at one time; None takes as many as 2 GB hold with what is made of them. head_fp8:
+    products with the frozen head in FP8 while training (Ada GPUs and later, bfloat16 drafts): off,
+    logits (their gradient stays bfloat16) or both; a self-test at the start holds them against
+    bfloat16. Evaluation and export use the head as it is.
     """
 
     name: str = "decay"
@@ -117,6 +121,7 @@ class LossConfig:
     base_decay_frac: float = 0.5
     head_sample: int = 0
     chunk_rows: int | None = None
+    head_fp8: str = "off"
 
 
 @dataclass(frozen=True)

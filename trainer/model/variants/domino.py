@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from trainer.contract.config import LossConfig
 from trainer.model.draft_config import DraftConfig
-from trainer.model.head import HeadPass, chunk_loss, logits_memory
+from trainer.model.head import HeadPass, Products, chunk_loss, logits_memory
 from trainer.model.target import FrozenHead
 from trainer.model.variants.variant import (
     HEAD_CHUNK_ROWS,
@@ -223,11 +223,10 @@ class _CorrectedLoss(torch.autograd.Function):
         of_out = torch.zeros_like(out, dtype=torch.float32)
         hit, used = torch.empty_like(labels, dtype=torch.bool), torch.empty_like(weights)
         parts = how.chunks(len(x))
-        memory, base_memory = (logits_memory(parts, len(head), x) for _ in range(2))
+        products, memory = Products(x, head, parts, how.fp8), logits_memory(parts, len(head), x)
         for part in parts:
-            num_rows = part.stop - part.start
-            base = torch.mm(x[part], head.t(), out=base_memory[:num_rows])
-            logits = torch.addmm(base, code[part], out.t(), out=memory[:num_rows])
+            base = products.logits(part)
+            logits = torch.addmm(base, code[part], out.t(), out=memory[: len(base)])
             made = chunk_loss(logits, labels[part], weights[part], how, 1 - share)
             hit[part], used[part] = made.hit, made.weights
             total += (1 - share) * (made.entropy * made.weights).sum()

@@ -154,13 +154,14 @@ def claim_roles(ways: Ways, facts: dict[str, Any], holder: Holder) -> tuple[tupl
         require_expected_inside(facts, container)
         return gpus
 
-    return _held(ways, hold, [*container.target, *container.drafter], choose), hold
+    wanted = list(dict.fromkeys((*container.target, *container.drafter)))  # one may have both
+    return _held(ways, hold, wanted, choose), hold
 
 
 def claim_again(ways: Ways, manifest: Manifest, holder: Holder) -> Claim:
     """Lock the GPUs of an earlier launch, and check that they are idle; raises as claim_roles."""
     hold = Claim(ways, holder)
-    uuids = [gpu.uuid for gpu in manifest.gpus if gpu.uuid is not None]
+    uuids = list(dict.fromkeys(gpu.uuid for gpu in manifest.gpus if gpu.uuid is not None))
 
     def check(answer: Probe) -> tuple[Gpu, ...]:
         for uuid in uuids:

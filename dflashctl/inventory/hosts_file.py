@@ -202,17 +202,14 @@ def _expect(value: Value) -> Expect:
 
 
 def _gpus(value: Value) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return (target, drafter). A GPU stands once: both roles on one card are not trained so."""
-    seen: dict[str, str] = {}
+    """Return (target, drafter). A GPU stands once in a role, and may have both."""
     roles: dict[str, tuple[str, ...]] = {"target": (), "drafter": ()}
     for role, listed in value.mapping(list(roles)).items():
         gpus = []
         for item in listed.items("a list of GPUs, such as [0, 1]"):
             gpu = _gpu(item)
-            if gpu in seen:
-                raise item.error(f"GPU {gpu} is listed already under {seen[gpu]}")
-            if gpu != "cpu":
-                seen[gpu] = role
+            if gpu != "cpu" and gpu in gpus:
+                raise item.error(f"GPU {gpu} is listed already under {role}")
             gpus.append(gpu)
         roles[role] = tuple(gpus)
     return roles["target"], roles["drafter"]

@@ -22,7 +22,7 @@ hosts:
       200:                      # the vmid, see `pct list`; `self` is the host itself, without pct
         workspace: /workspace   # releases/ and runs/ go below it
         python: /opt/dflash/bin/python
-        # Each GPU has one role: target GPUs run the frozen model, drafter GPUs train.
+        # Target GPUs run the frozen model, drafter GPUs train; a GPU may stand in both lists.
         # An index of nvidia-smi, a UUID (GPU-5f0c...), or cpu for a thread on the processor.
         gpus:
           target: [0, 1, 2, 3, 4]

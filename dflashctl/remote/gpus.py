@@ -528,15 +528,15 @@ class Locks:
 # ---- actions
 
 
-def uuids_of(wanted: list[str], rows: Json) -> list[str]:
-    """Return the UUIDs of indexes and UUIDs, sorted; what is not there is left out."""
+def uuids_of(wanted: list[str], rows: Json) -> list[str] | None:
+    """Return the UUIDs of indexes and UUIDs, each once, sorted; None when one is not there."""
     by_index = {}
     for row in rows["rows"]:
         words = [word.strip() for word in row.split(",")]
         by_index[words[0]] = words[1]
     there = set(by_index.values())
     uuids = {by_index.get(one, one) for one in wanted}
-    return sorted(uuid for uuid in uuids if uuid in there)
+    return sorted(uuids) if uuids <= there else None
 
 
 def claim(locks: Locks, driver: Driver, arguments: Json) -> Json:
@@ -545,13 +545,14 @@ def claim(locks: Locks, driver: Driver, arguments: Json) -> Json:
     A machine without nvidia-smi locks UUIDs unseen; its container is asked about them.
     """
     wanted = arguments["wanted"]
-    uuids = [one for one in wanted if one.startswith(("GPU-", "MIG-"))]
+    named = all(one.startswith(("GPU-", "MIG-")) for one in wanted)
+    uuids: list[str] | None = sorted(set(wanted)) if named else None
     if shutil.which("nvidia-smi"):
         uuids = uuids_of(wanted, driver.rows())
-    if len(uuids) < len(wanted):  # the look says which is not there
+    if uuids is None:  # the look says which is not there
         return {"claim": None} | look(driver, arguments.get("inside", {}))
     with locks.guarded():
-        taken = locks.claim(sorted(uuids), arguments["claim"])
+        taken = locks.claim(uuids, arguments["claim"])
     seen = {"uuids": uuids, "confined": is_confined()}
     return {"claim": taken | seen} | look(driver, arguments.get("inside", {}))
 

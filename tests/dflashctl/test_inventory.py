@@ -181,7 +181,7 @@ MISTAKES = [
     (container_with("gpus: [0]"), "7:15", "expected a mapping, found a list", ""),
     (container_with("gpus: {target: 0}"), "7:24", "a list of GPUs", "write [0]"),
     (container_with("gpus: {targets: [0]}"), "7:16", "'targets'", "did you mean 'target'?"),
-    (container_with("gpus: {target: [0, 1], drafter: [1]}"), "7:42", "already under target", ""),
+    (container_with("gpus: {drafter: [0, 1, 0]}"), "7:32", "already under drafter", ""),
     (container_with("gpus: {target: [0, 0]}"), "7:28", "already under target", ""),
     (container_with("gpus: {target: [01]}"), "7:25", "found '01'", "write 1"),
     (container_with("gpus: {target: [-1]}"), "7:25", "found '-1'", ""),

@@ -104,6 +104,14 @@ def run_process(node: Node) -> Iterator[Callable[[str], subprocess.Popen[bytes]]
         process.wait()
 
 
+def test_card_of_both_roles_is_locked_once_whatever_names_it_has(node: Node) -> None:
+    for wanted in (("0", "0"), ("0", "GPU-a"), ("GPU-a", "GPU-b", "0")):
+        taken = node.claim("a", *wanted)
+        assert (taken["conflicts"], taken["uuids"]) == ([], sorted({"GPU-a", *wanted} - {"0"}))
+        assert node.states()["GPU-a"] == ("a", "starting")
+    assert node.ask("claim", wanted=["0", "7"], claim=node.wish("a"))["claim"] is None
+
+
 def test_all_of_the_locks_are_taken_or_none_and_the_holder_is_named(node: Node) -> None:  # F41
     taken = node.claim("a", "1")
     assert (taken["conflicts"], taken["taken_over"], taken["uuids"]) == ([], [], ["GPU-b"])

@@ -228,6 +228,12 @@ def test_roles_are_claimed_by_index_or_uuid_in_the_order_written() -> None:
     )
 
 
+def test_one_card_may_have_both_roles() -> None:
+    found = parse(answer([row(f"0, GPU-a, {CARD}, 4, 9, 0")]))
+    roles = claim(container(("0",), ("GPU-a",)), found)
+    assert roles == (Gpu("target", 0, "GPU-a", CARD), Gpu("drafter", 0, "GPU-a", CARD))
+
+
 def test_a_busy_unknown_or_missing_card_is_never_claimed() -> None:
     texts = (
         f"0, GPU-a, {CARD}, 4, 9, 0",

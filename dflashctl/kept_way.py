@@ -29,6 +29,7 @@ from dflashctl.transport.child import Limits
 _TICK_S = 0.1
 _GRACE_S = 0.5  # for the status after the sink had enough
 _JOIN_S = 5.0
+_BEGIN_S = 1.0  # a host that takes longer to connect to is waited for later
 _FRAMES_KEPT = 64  # of at most 64 KiB; a slow reader slows the command, not the memory here
 _HEAD = re.compile(rb"([OEX]) ([0-9]{1,6})\n")
 _MAX_HEAD_BYTES = 10
@@ -81,9 +82,14 @@ class KeptWay(Transport):
         return self._session
 
     def enter(self) -> None:
-        """Begin to connect and enter, without waiting; the first command raises what fails."""
+        """Begin to connect and enter; the first command raises what fails.
+
+        It returns when the container is being entered, which takes a node up to a second that is
+        the caller's for its own work, or after ``_BEGIN_S``.
+        """
         if self._session is None:
             self._session = _Session(self._inner, self._python)
+            self._session.has_begun.wait(_BEGIN_S)
 
     def leave(self) -> None:
         """Let go of what was entered; the next command enters anew."""
@@ -158,6 +164,7 @@ class _Session:
 
     def __init__(self, inner: Transport, python: str) -> None:
         self.over = False
+        self.has_begun = threading.Event()  # entering, or failed to
         self._at_work = False
         self._has_connected = False
         self._has_served = False
@@ -230,11 +237,13 @@ class _Session:
                 return
             except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
                 how = error
+            self.has_begun.set()
             self._put("end", how)
         except _Left:
             return
 
     def _outgoing(self) -> Iterator[bytes]:
+        self.has_begun.set()
         while True:
             self._raise_if_left()
             try:

@@ -96,6 +96,11 @@ class RunStore:
         """Return the record of ``tag``, or None; raises ManifestError when it is not readable."""
         return self._read(self.directory(tag) / _RECORD)
 
+    def require_new(self, tag: str, place: str) -> None:
+        """Raise RefusedError when there is a record of ``tag``."""
+        if self.manifest(tag) is not None:
+            raise tag_exists(tag, f"recorded in {self.directory(tag)}", place)
+
     def place_of(self, tag: str) -> str | None:
         """Return "host/vmid" (or "host/self") of ``tag`` as hosts.yaml names it, or None."""
         manifest = self.manifest(tag) or self.intent(tag)
@@ -129,6 +134,16 @@ class RunStore:
             raise ManifestError(
                 f"the record {path} is damaged ({error}); move it away and say --limit HOST/VMID"
             ) from error
+
+
+def tag_exists(tag: str, where: str, place: str) -> RefusedError:
+    """Return the error for a launch of a tag that is taken."""
+    return RefusedError(
+        f"the tag {tag} exists: {where}",
+        hint=f"another --tag, or: dflashctl launch --resume {tag}",
+        place=place,
+        code="tag-exists",
+    )
 
 
 def _locked_directory(directory: Path, tag: str) -> int:

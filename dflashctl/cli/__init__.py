@@ -5,15 +5,15 @@ Nothing heavy is imported at the start: a verb imports its operation when it is 
 
 import contextlib
 import errno
+import importlib
 import os
 import sys
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any
 
 import typer
 
 from dflashctl import __version__
-from dflashctl.cli import act, doctor, execute, locks, observe, rehearse, site
 from dflashctl.cli.verb import Verbs
 from dflashctl.errors import DflashctlError, ExitCode, UsageError
 from dflashctl.render.failure import save_trace, show_failure
@@ -27,8 +27,43 @@ _SURROUNDINGS = {
 }
 _CLICK_ERROR = typer.BadParameter.__mro__[2]  # click's own ClickException, vendored or not
 
+# The modules of this package, in the order of --help, with the verbs that each registers.
+MODULES = {
+    "act": "init deploy push gpus launch stop evaluate export attach",
+    "rehearse": "check warmup data",
+    "doctor": "doctor",
+    "observe": "watch logs status pull runs",
+    "execute": "exec",
+    "locks": "locks",
+    "site": "lab demo",
+}
+_MODULE_OF = {verb: module for module, verbs in MODULES.items() for verb in verbs.split()}
+
+
+class _Root(Verbs):
+    """All verbs; a module of them is imported when one of its verbs is asked for."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a verb; the error for an unknown one suggests among all."""
+        self._load([_MODULE_OF[cmd_name]] if cmd_name in _MODULE_OF else MODULES)
+        return super().get_command(ctx, cmd_name)
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of all verbs."""
+        del ctx
+        self._load(MODULES)
+        return list(_MODULE_OF)
+
+    def _load(self, modules: Iterable[str]) -> None:
+        for module in modules:
+            if MODULES[module].split()[0] not in self.commands:
+                part = typer.Typer(cls=Verbs, rich_markup_mode=None)
+                importlib.import_module(f"dflashctl.cli.{module}").register(part)
+                self.commands.update(typer.main.get_group(part).commands)
+
+
 app = typer.Typer(
-    cls=Verbs,
+    cls=_Root,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     no_args_is_help=True,
@@ -52,10 +87,6 @@ def _root(
     ] = False,
 ) -> None:
     """Train DFlash drafters in Proxmox LXC containers, from the laptop."""
-
-
-for _module in (act, rehearse, doctor, observe, execute, locks, site):
-    _module.register(app)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

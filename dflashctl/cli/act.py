@@ -50,12 +50,7 @@ def deploy(
     dry_run: DryRun = False,
 ) -> None:
     """Send the trainer's code to containers that do not have it."""
-    from dflashctl.bundle import build_bundle
     from dflashctl.errors import DflashctlError
-    from dflashctl.operations.deploy import DeployRequest
-    from dflashctl.operations.deploy import deploy as run
-    from dflashctl.render.document import print_document
-    from dflashctl.render.receipts import deploy_document, deploy_text
 
     options = current(ctx)
     places, request = options.places(), None
@@ -63,6 +58,11 @@ def deploy(
     for place in places:
         try:
             with open_ways(options, place) as ways, relay() as on_output:
+                from dflashctl.bundle import build_bundle
+                from dflashctl.operations.deploy import DeployRequest
+                from dflashctl.operations.deploy import deploy as run
+                from dflashctl.render.receipts import deploy_text
+
                 request = request or DeployRequest(
                     build_bundle(), env or bool(requirements), requirements, dry_run
                 )
@@ -77,6 +77,9 @@ def deploy(
             show_text(deploy_text(result))
         tell_trips(options, result.round_trips)
     if options.json:
+        from dflashctl.render.document import print_document
+        from dflashctl.render.receipts import deploy_document
+
         print_document(deploy_document(results, failures), ok=not failures)
     _end_with(failures, len(places), quiet=options.json)
 
@@ -89,8 +92,6 @@ def push(
 ) -> None:
     """Send files or directories, such as a data set, to a container."""
     from dflashctl.errors import UsageError
-    from dflashctl.operations.push import push as run
-    from dflashctl.render.receipts import push_text
 
     options = current(ctx)
     if len(paths) < 2:
@@ -99,6 +100,9 @@ def push(
             hint="dflashctl push chats.jsonl /workspace/data",
         )
     with open_ways(options, options.place()) as ways:
+        from dflashctl.operations.push import push as run
+        from dflashctl.render.receipts import push_text
+
         result = run(ways.inside, paths[:-1], str(paths[-1]), dry_run=dry_run)
     show(options, result, push_text(result))
     tell_trips(options, result.round_trips)
@@ -172,12 +176,11 @@ def launch(  # noqa: PLR0913 - the options of a verb are its parameters
     ] = False,
 ) -> None:
     """Check the run, start it in tmux, and look again whether it lives."""
-    from dflashctl.errors import UsageError
-    from dflashctl.render.receipts import launch_text
-
     options, wait_s = current(ctx), parse_duration(wait)
     if resume is not None:
         if tag or train or sets or skip_check or require_warm:
+            from dflashctl.errors import UsageError
+
             raise UsageError(
                 "--resume takes the run's own settings: no --tag, --train, --set, --skip-check or"
                 " --require-warm",
@@ -187,6 +190,8 @@ def launch(  # noqa: PLR0913 - the options of a verb are its parameters
     else:
         strict = (skip_check, require_warm)
         result = _launch(options, tag, (train, sets), (look, wait_s), strict)
+    from dflashctl.render.receipts import launch_text
+
     show(options, result, launch_text(result))
     tell_trips(options, result.round_trips)
 
@@ -198,15 +203,15 @@ def _launch(
     waits: tuple[float, float],
     strict: tuple[bool, bool],
 ) -> Any:
-    from dflashctl.bundle import build_bundle
-    from dflashctl.operations.launch import LaunchRequest, refuse_recorded
-    from dflashctl.operations.launch import launch as run
-    from dflashctl.remote_run import Code
-
     place, runs = options.place(), options.runs()
     tag = tag or _propose_tag(options, runs)
-    refuse_recorded(runs, tag, place.label)  # before any connection is made
+    runs.require_new(tag, place.label)  # before any connection is made
     with open_ways(options, place) as ways:
+        from dflashctl.bundle import build_bundle
+        from dflashctl.operations.launch import LaunchRequest
+        from dflashctl.operations.launch import launch as run
+        from dflashctl.remote_run import Code
+
         config = train_config(options, place, *settings)
         code = Code.of(build_bundle())
         look_s, wait_s = waits
@@ -218,10 +223,10 @@ def _launch(
 
 
 def _resume(options: Options, tag: str, waits: tuple[float, float]) -> Any:
-    from dflashctl.operations.launch import ResumeRequest
-    from dflashctl.operations.launch import resume as run
-
     with open_ways(options, options.place_of(tag)) as ways:
+        from dflashctl.operations.launch import ResumeRequest
+        from dflashctl.operations.launch import resume as run
+
         return run(ways, ResumeRequest(tag, *waits), options.runs(), say)
 
 

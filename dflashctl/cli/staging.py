@@ -13,6 +13,7 @@ from dflashctl.cli.verb import Options
 if TYPE_CHECKING:
     from dflashctl.gpu_roles import Ways
     from dflashctl.inventory import Place
+    from dflashctl.transport.base import Transport
     from trainer.contract.config import TrainConfig
 
 TrainFile = Annotated[
@@ -51,9 +52,9 @@ def train_config(
 def open_ways(options: Options, place: "Place") -> "Iterator[Ways]":
     """Open the way to a node and, over it, one into its container, entered once for all.
 
-    Connecting goes on while the caller prepares; the first command raises what failed.
+    The node goes on entering while the caller imports and prepares what it needs; the first
+    command raises what failed.
     """
-    from dflashctl.gpu_roles import Ways
     from dflashctl.kept_way import KeptWay
     from dflashctl.transport import enter, way_to
 
@@ -62,8 +63,14 @@ def open_ways(options: Options, place: "Place") -> "Iterator[Ways]":
     if inside is node:
         with closing(node):
             node.open()
-            yield Ways(place, node, node)
+            yield _ways(place, node, node)
         return
     with closing(node), closing(KeptWay(inside, place.container.python)) as kept:
         kept.enter()
-        yield Ways(place, kept, node)
+        yield _ways(place, kept, node)
+
+
+def _ways(place: "Place", inside: "Transport", node: "Transport") -> "Ways":
+    from dflashctl.gpu_roles import Ways
+
+    return Ways(place, inside, node)

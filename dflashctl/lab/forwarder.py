@@ -82,6 +82,8 @@ def _pump(source: socket.socket, sink: socket.socket, mode: Callable[[], str]) -
                 if not data:
                     sink.shutdown(socket.SHUT_WR)
                     return
+                # Else sshd, by Nagle's rule, waits 40 ms for the kernel here, not for its client's.
+                source.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
                 sink.sendall(data)
     except OSError:
         pass  # one end failed: both are reset below, as after a cut

@@ -48,7 +48,7 @@ from dflashctl.remote_run import (
     start_run,
     trainer_environment,
 )
-from dflashctl.run_store import RunStore
+from dflashctl.run_store import RunStore, tag_exists
 from trainer.contract.config import TrainConfig
 from trainer.contract.layout import Workspace, check_tag
 from trainer.contract.manifest import Gpu, Manifest
@@ -102,7 +102,7 @@ def launch(ways: Ways, request: LaunchRequest, runs: RunStore, say: Say) -> Laun
     run ended.
     """
     tag, container = check_tag(request.tag), ways.place.container
-    refuse_recorded(runs, tag, ways.place.label)
+    runs.require_new(tag, ways.place.label)
     patience = Patience(request.wait_s, lambda answer: claim(container, answer))
     with runs.guarded(tag):
         return when_free(ways, patience, lambda: _launch(ways, request, runs, say), say)
@@ -116,7 +116,7 @@ def _launch(ways: Ways, request: LaunchRequest, runs: RunStore, say: Say) -> Lau
     there = facts.get("run")
     if there is not None and there["state"] != "never-started":
         if intent is None or there["run_id"] != intent.run_id:
-            raise _tag_exists(tag, f"its run directory is there ({there['state']})", label)
+            raise tag_exists(tag, f"its run directory is there ({there['state']})", label)
         say(f"an earlier launch of {tag} was interrupted after its start; completing it")
         _require_same(intent, request)
         return _adopt(ways, intent, runs, _Proof(request.look_s, adopted=True), say)
@@ -395,21 +395,6 @@ def _prove(
         round_trips=ways.round_trips,
         log=tuple(seen["log"]),
         landed=landing.landed,
-    )
-
-
-def refuse_recorded(runs: RunStore, tag: str, place: str) -> None:
-    """Raise RefusedError when the laptop has a record of the tag."""
-    if runs.manifest(tag) is not None:
-        raise _tag_exists(tag, f"recorded in {runs.directory(tag)}", place)
-
-
-def _tag_exists(tag: str, where: str, place: str) -> RefusedError:
-    return RefusedError(
-        f"the tag {tag} exists: {where}",
-        hint=f"another --tag, or: dflashctl launch --resume {tag}",
-        place=place,
-        code="tag-exists",
     )
 
 

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-POLL_S = 0.1
+POLL_S = 0.02
 TAIL_BYTES = 4096
 
 

@@ -186,7 +186,7 @@ def wait_for_process(directory: Path, old: bytes | None) -> bool:
         complaint = directory / "runner_stderr.log"
         if complaint.exists() and complaint.stat().st_size and not locked(directory / "run.lock"):
             return False
-        time.sleep(0.05)
+        time.sleep(0.01)
     return False
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _CHUNK_BYTES = 256 * 1024
 _PACKET_BYTES = 32 * 1024  # what a channel sends at once
 _TICK_S = 0.1
-_PAUSE_S = 0.02  # until a source of stdin that had nothing yet is asked again
+_PAUSE_S = 0.005  # until a source of stdin that had nothing yet is asked again
 _GRACE_S = 0.5  # for the last bytes of stderr after the sink had enough
 _LATE_S = 10.0  # for output after the exit status, which sshd may send first
 _OPEN_S = 30.0  # to open a channel, when the command itself has no deadline
@@ -109,8 +109,10 @@ class ChannelRun:
                         sinks.stdout(chunk)
                     except EnoughRead:
                         enough = True
+            elif ended:
+                stderr.join(_TICK_S / 10)
             else:
-                time.sleep(_TICK_S / 10)
+                channel.status_event.wait(_TICK_S / 10)
             if moved:
                 self._limits.touch()
             if moved or self._stderr_at_work or not (ended or enough):

@@ -19,7 +19,7 @@ from dflashctl.transport.base import STDERR_KEPT_BYTES, EnoughRead, Finished, Si
 
 CHUNK_BYTES = 256 * 1024
 _TICK_S = 0.1  # how often an exit with pipes still held open by a grandchild is noticed
-_PAUSE_S = 0.02  # until a source of stdin that had nothing yet is asked again
+_PAUSE_S = 0.005  # until a source of stdin that had nothing yet is asked again
 _GRACE_S = 0.5  # for the last bytes of stderr after the child ended or the sink had enough
 
 

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -104,6 +105,8 @@ class FabricTransport(Transport):
             self._hops.pop().client.close()  # Fabric's close skips a connection that half opened
 
     def _open_hops(self) -> None:
+        # `ssh -G` works in a process of its own meanwhile
+        threading.Thread(target=_import_fabric, daemon=True, name="import-fabric").start()
         route = _route(self._host, num_hops=1)
         gateway: Any = route[0][1].proxy_command
         try:
@@ -148,6 +151,12 @@ class FabricTransport(Transport):
             if hung_up and time.monotonic() - started_s < host.connect_timeout_s:
                 failed.code = NO_GREETING
             raise failed from error
+
+
+def _import_fabric() -> None:
+    """Import what opening needs; an import that fails, fails again where it is needed."""
+    with suppress(ImportError):
+        import fabric  # noqa: F401
 
 
 def _route(host: Host, num_hops: int) -> list[tuple[Host, SshSettings]]:
@@ -213,6 +222,7 @@ def _transport_factory(keys: Sequence[KnownKey]) -> Callable[..., "paramiko.Tran
             option = getattr(socket, "TCP_USER_TIMEOUT", None)  # Linux only
             if option is not None:
                 sock.setsockopt(socket.IPPROTO_TCP, option, _TCP_USER_TIMEOUT_MS)
+            sock = _PromptSocket(sock)
         transport = paramiko.Transport(sock, **arguments)
         known = {key.key_type for key in keys if not key.revoked}
         if "ssh-rsa" in known:
@@ -223,6 +233,29 @@ def _transport_factory(keys: Sequence[KnownKey]) -> Callable[..., "paramiko.Tran
         return transport
 
     return make
+
+
+class _PromptSocket:
+    """A socket that acknowledges at once what it has read.
+
+    sshd tells its host keys after the login, and by Nagle's rule nothing more until that is
+    acknowledged, which the kernel here puts off by 40 ms. The option holds for one packet only.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._option = getattr(socket, "TCP_QUICKACK", None)  # Linux only
+
+    def recv(self, size: int) -> bytes:
+        """Read as a socket does."""
+        data = self._sock.recv(size)
+        if data and self._option is not None:
+            self._sock.setsockopt(socket.IPPROTO_TCP, self._option, 1)
+        return data
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what a socket has beside."""
+        return getattr(self._sock, name)
 
 
 def _check_policy(

@@ -1,5 +1,6 @@
 """The command line as a process: start-up, options, exit codes, errors, JSON."""
 
+import importlib
 import json
 import os
 import resource
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import typer.main
 
-from dflashctl.cli import app
+from dflashctl.cli import MODULES, app
 from dflashctl.cli.verb import parse_duration
 from tests.dflashctl.act.conftest import REPOSITORY, Project
 
@@ -27,7 +28,8 @@ sys.stderr.write(f"loaded {loaded} rc {rc}")
 def verbs() -> list[list[str]]:
     group = typer.main.get_command(app)
     found: list[list[str]] = [[]]
-    for name, command in group.commands.items():
+    for name in group.list_commands(None):
+        command = group.get_command(None, name)
         found.append([name])
         found += [[name, inner] for inner in getattr(command, "commands", {})]
     return found
@@ -39,6 +41,21 @@ def test_help_of_every_verb_loads_nothing_heavy(verb: list[str]) -> None:
     done = subprocess.run(argv, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("Usage: ")
     assert done.stderr == "loaded [] rc 0"
+
+
+def test_every_verb_is_registered_by_the_module_that_the_table_names() -> None:
+    for module, names in MODULES.items():
+        part = typer.Typer()
+        importlib.import_module(f"dflashctl.cli.{module}").register(part)
+        assert sorted(typer.main.get_group(part).commands) == sorted(names.split()), module
+
+
+def test_a_verb_imports_the_modules_of_no_other() -> None:
+    code = REPORT % (("dflashctl.cli.act", "dflashctl.cli.observe"),)
+    code = code.replace('name.split(".")[0]', "name")
+    argv = [sys.executable, "-c", code, "logs", "--help"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True)
+    assert done.stderr == "loaded ['dflashctl.cli.observe'] rc 0"
 
 
 def test_help_costs_at_most_200_ms_of_cpu() -> None:

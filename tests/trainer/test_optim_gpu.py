@@ -2,11 +2,13 @@
 
 import copy
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from trainer import checkpoint
 from trainer.contract.config import OptimConfig
 from trainer.errors import NonFiniteError
 from trainer.learning_rate import Schedule
@@ -172,6 +174,34 @@ def test_step_after_weights_were_written_past_the_masters_is_refused():
     optimizer.apply(0, 1.0, 1.0)
     for name, master in optimizer.masters().items():
         torch.testing.assert_close(master, other[name].float() - 1e-3, rtol=0, atol=1e-6)
+
+
+def test_checkpoint_goes_from_whole_masters_to_split_ones_and_back(tmp_path: Path):
+    config, schedule = OptimConfig(lr=1e-2, ema_decay=0.5), Schedule(10, 0, 1.0)
+    last: DraftOptimizer | None = None
+    for step, device in enumerate(("cpu", "cuda", "cpu")):  # on a CPU masters are whole
+        model = _model(torch.bfloat16).to(device)
+        optimizer = DraftOptimizer(model, config, schedule)
+        if last is not None:
+            saved = checkpoint.CheckpointState(
+                step, step, {}, last.masters(), last.state(), average=last.average()
+            )
+            loaded = checkpoint.load(checkpoint.save(tmp_path, saved, keep=1))
+            optimizer.load(loaded.masters, loaded.optimizer, loaded.average)
+            for name, master in optimizer.masters().items():
+                assert loaded.masters[name].dtype == torch.float32
+                assert torch.equal(master.cpu(), last.masters()[name].cpu())
+                assert torch.equal(optimizer.average()[name].cpu(), last.average()[name].cpu())
+            assert all(
+                torch.equal(t.cpu(), last.state()[n].cpu()) for n, t in optimizer.state().items()
+            )
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.accumulate()
+        optimizer.apply(step, 1.0, 1.0)
+        last = optimizer
+    assert last is not None
+    assert last.state()["0.weight/step"].item() == 3.0
 
 
 def test_state_of_another_optimizer_is_gone_on_with():

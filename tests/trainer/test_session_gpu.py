@@ -132,6 +132,34 @@ def test_bf16_run_stops_and_resumes(make_run: MakeRun) -> None:
         assert again == pytest.approx(first, rel=2e-2)
 
 
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9),
+    reason="needs a GPU with FP8 products",
+)
+def test_head_in_fp8_is_tested_told_and_trains_as_bfloat16_does(make_run: MakeRun) -> None:
+    draft = CUDA["draft"] | {"dtype": "bfloat16"}
+    losses = []
+    for products in ("off", "logits", "both"):
+        loss = {"head_fp8": products}
+        run_dir = _on_gpus(
+            make_run(products, drafters=2, run=CUDA["run"], draft=draft, loss=loss, **PACKED)
+        )
+        session = Session(run_dir, resume=False)
+        assert session.train() is TrainerExit.FINISHED
+        losses.append([event["loss"] for event in _events(run_dir, "step")])
+        told = [e["head_fp8"] for e in _events(run_dir, "phase") if e["phase"] == "self-test"]
+        assert [one["products"] for one in told] == ([] if products == "off" else [products])
+        assert all(0.02 < one["logits_error_frac"] < 0.06 for one in told), told
+        assert all(one["gradient_cosine"] > 0.99 for one in told), told
+        first, second = session.replicas
+        assert (first.head.fp8 is second.head.fp8) == (
+            products == "off" or first.device == second.device
+        )
+        assert not any(event["sealed"] for event in _events(run_dir, "compile"))
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
+    assert losses[2] == pytest.approx(losses[0], rel=0.05)
+
+
 def test_warm_up_compiles_on_each_drafter_device(
     make_run: MakeRun, capsys: pytest.CaptureFixture[str]
 ) -> None:

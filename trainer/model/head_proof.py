@@ -76,7 +76,13 @@ def scaled_head_of(head: FrozenHead, products: str) -> tuple[FrozenHead, HeadFin
     if reason:
         raise TargetError(f"loss.head_fp8: {products} cannot be had: {reason}")
     made = replace(head, fp8=ScaledHead.of(table, products))
-    finding = compare(made, products)
+    try:
+        finding = compare(made, products)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # the libraries' kernels refuse some cards and versions
+        said = " ".join(str(error).split())
+        raise TargetError(f"loss.head_fp8: {products} cannot be had: {said}") from error
     if not finding.passed:
         raise TargetError(
             f"{finding} (torch {torch.__version__}); set loss.head_fp8 to off"

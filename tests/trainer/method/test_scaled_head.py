@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trainer.contract.config import TrainConfig
 from trainer.data.packing import Batch
+from trainer.doctor.room import Card, drafter_facts
 from trainer.errors import TargetError
 from trainer.loss import dpace_weights, draft_loss
 from trainer.model import row_scaled, scaled_head
@@ -193,6 +194,22 @@ def test_self_test_passes_a_sound_head_and_no_other():
     ]
     assert [compare(FrozenHead(table, table, one), BOTH).passed for one in bad] == [False] * 5
     assert "logits and gradient in FP8" in str(finding)
+
+
+def test_doctor_counts_the_heads_in_fp8_and_the_shares(
+    draft_config: Callable[..., DraftConfig], train_config: Callable[..., TrainConfig]
+):
+    shape, card = draft_config(dtype="bfloat16", vocab_size=1000), Card("cuda:0", "a GPU", 1)
+    given = {"draft": {"dtype": "bfloat16"}, "run": {"device": "cuda"}}
+    plain, logits, both = (
+        drafter_facts(shape, train_config(loss={"head_fp8": name}, **given), card).parts
+        for name in ("off", LOGITS, BOTH)
+    )
+    assert "head in FP8" not in plain
+    assert logits.items() - plain.items() == {("head in FP8", 1000 * 32)}
+    rows = 4 * 16 * 4  # 4 rows of 16 anchors and blocks of 4
+    wanted = {("head in FP8", 2 * 1000 * 32), ("logits of a chunk", rows * 1000 * 3)}
+    assert both.items() - plain.items() == wanted
 
 
 def test_head_in_fp8_is_refused_on_the_cpu_by_name():

@@ -15,6 +15,7 @@ import torch._functorch.config
 import torch.nn.attention.flex_attention as flex
 from torch._dynamo.callback import on_compile_start
 from torch._dynamo.convert_frame import compile_lock
+from torch._dynamo.exc import FailOnRecompileLimitHit
 
 from trainer.compile_gate import CompileEvent, CompileGate, GateSettings
 from trainer.errors import CompileGateError
@@ -223,13 +224,16 @@ def test_compile_event_names_thread_key_and_reason(
     assert "expected 3, actual 5" in second.reasons[0]
 
 
+@pytest.mark.parametrize("forgotten", [False, True])
 def test_compile_outside_the_exclusive_side_is_reported_as_unexpected(
-    gate: CompileGate, events: list[CompileEvent]
+    gate: CompileGate, events: list[CompileEvent], forgotten: bool
 ) -> None:
     weight = torch.ones(3, requires_grad=True)
     square = gate.wrap(lambda w: w.square().sum())
     with gate.step("key"):  # the listener is there from the first exclusive step on
         pass
+    if forgotten:
+        torch._dynamo.reset()  # drops every listener; the next exclusive step brings it back
     torch._functorch.config.force_non_lazy_backward_lowering = False
     try:
         with gate.step("forward alone"):
@@ -319,6 +323,34 @@ def test_flex_attention_that_would_run_dense_is_an_error(gate: CompileGate) -> N
     flex._WARNINGS_SHOWN.clear()  # it warns once in a process
     with gate.step("key"), pytest.raises(UserWarning, match=r"called without torch\.compile"):
         flex.flex_attention(*(torch.ones(1, 1, 16, 16) for _ in range(3)))
+
+
+def test_flex_attention_that_has_warned_before_cannot_run_dense_in_a_warm_step(
+    gate: CompileGate,
+) -> None:
+    flex._WARNINGS_SHOWN.add("flex_attention_performance")  # by whoever used it first
+    try:
+        gate.run("warm", lambda: None)
+        gate.seal()
+        with pytest.raises(CompileGateError, match=r"step warm: .*fail_on_recompile"):
+            gate.run("warm", lambda: flex.flex_attention(*(torch.ones(1, 1, 16, 16),) * 3))
+    finally:
+        flex._WARNINGS_SHOWN.clear()
+
+
+def test_shapes_past_the_limit_of_recompiles_are_an_error_and_not_eager() -> None:
+    torch._dynamo.reset()
+    gate = CompileGate(GateSettings(backend="eager", recompile_limit=2))
+    try:
+        double = gate.wrap(lambda x: x * 2)
+        for size in (3, 4):
+            assert gate.run(size, lambda size=size: double(torch.ones(size))).tolist() == [2] * size
+        with pytest.raises(FailOnRecompileLimitHit, match="fullgraph=True"):
+            gate.run(5, lambda: double(torch.ones(5)))
+        assert gate.run(4, lambda: double(torch.ones(4))).tolist() == [2] * 4
+    finally:
+        gate.close()
+        torch._dynamo.reset()
 
 
 def test_new_step_that_compiles_nothing_is_refused_as_uncompiled(gate: CompileGate) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from trainer import cache_store
+from trainer import assembly, cache_store, torch_compiler
 from trainer.__main__ import main
 from trainer.contract.errors import ConfigError
 from trainer.contract.manifest import Gpu, Manifest
@@ -36,6 +36,15 @@ def test_every_declared_row_length_is_warmed_up(
     (told,) = _lines(capsys.readouterr().out, "warmup")
     assert told["shapes"] == [[3, 12, 4], [2, 32, 4]]  # rows, tokens, anchors
     assert told["loss"] > 0
+
+
+def test_traces_are_kept_on_disk_only_by_a_torch_that_can(make_run: MakeRun) -> None:
+    _, config = assembly.read_manifest(make_run(compile={"caching_precompile": True}))
+    if torch_compiler.keeps_traces():
+        assert assembly.gate_settings(config, 1).caching_precompile
+    else:
+        with pytest.raises(ConfigError, match=r"caching_precompile needs torch 2\.14, this is 2\."):
+            assembly.gate_settings(config, 1)
 
 
 def test_second_writer_of_a_cache_is_refused_while_the_first_is_at_work(tmp_path: Path) -> None:

@@ -245,7 +245,7 @@ def run_case(name: str, options: argparse.Namespace) -> dict[str, Any]:
         "peak_memory_bytes": torch.cuda.max_memory_allocated() if device != "cpu" else None,
         "first_loss": round(losses[0], 4),
         **({} if reference is None else {"fp32_loss": round(reference, 4)}),
-        **({} if head.fp8 is None else {"self_test": compare(head, options.head_fp8).to_dict()}),
+        **({} if head.fp8 is None else {"self_test": compare(head, options.head_fp8).figures}),
         "num_graphs": graphs,
         "num_unexpected_compiles": gate.stats.num_unexpected,
         **({"kernel_ms": kinds} if kinds else {}),

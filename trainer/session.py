@@ -145,8 +145,7 @@ class Session:
         ]
         replicas, findings = assembly.scale_heads(config, replicas)
         for finding in findings:
-            self._metrics.note(str(finding))
-            self._metrics.phase("self-test", head_fp8=finding.to_dict())
+            self._metrics.phase("self-test", head_fp8=finding.products, **finding.figures)
         for replica in replicas:
             replica.optimizer.arrange_gradients(steps.num_drafters, steps.accumulation)
         if state is not None:

@@ -156,7 +156,7 @@ def _warm_one(
         row_tokens=shapes[-1][1],
         loss=sums.loss,
         attention=None if warmed.attention is None else vars(warmed.attention),
-        **({"head_fp8": findings[0].to_dict()} if findings else {}),
+        **({"head_fp8": findings[0].figures} if findings else {}),
     )
 
 

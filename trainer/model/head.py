@@ -81,7 +81,8 @@ def head_loss(
 def rows_at_once(head: Tensor) -> int:
     """Return how many rows CHUNK_BYTES hold, at least one. Shapes: head [V, D].
 
-    On CUDA the gradient takes the place of the logits; elsewhere both and an fp32 copy exist.
+    On CUDA the gradient takes the place of the logits (in FP8 it has half as much beside them);
+    elsewhere both and an fp32 copy exist.
     """
     size = head.element_size()
     each = size if head.is_cuda else 2 * size + torch.float32.itemsize

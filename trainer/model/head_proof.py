@@ -6,7 +6,7 @@ much FP8 costs rows with a few large channels, as a trained model's may be, they
 """
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from trainer.model.head import HeadPass, Products, head_loss
 from trainer.model.scaled_head import BOTH, ScaledHead
 from trainer.model.target import FrozenHead
 
-_NUM_ROWS, _CHUNK_ROWS = 200, 128  # two chunks of 100 rows: neither a power of two nor of 16 each
+_NUM_ROWS, _CHUNK_ROWS = 200, 128  # two chunks of 100 rows, no multiple of 16
 # Two e4m3 operands round a sum of many products by 3.7 % of its size, whatever their number; then
 # logits of a spread of 3 are off by 0.1, their mean loss by the half square of that, and a gradient
 # by 2 %. A head on which it is three times as bad, or a kernel with a wrong scale, is refused.
@@ -49,9 +49,15 @@ class HeadFinding:
             and self.gradient_cosine >= _COSINE_LIMIT
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        return asdict(self)
+    @property
+    def figures(self) -> dict[str, Any]:
+        """Device and differences, for an event."""
+        return {
+            "device": self.device,
+            "logits_error_frac": round(self.logits_error_frac, 5),
+            "loss_difference": round(self.loss_difference, 5),
+            "gradient_cosine": round(self.gradient_cosine, 5),
+        }
 
     def __str__(self) -> str:
         what = "logits and gradient" if self.products == BOTH else "logits"
@@ -72,7 +78,7 @@ def scaled_head_of(head: FrozenHead, products: str) -> tuple[FrozenHead, HeadFin
     table = head.lm_head
     reason = row_scaled.why_not(table.device, table.dtype, "draft.dtype")
     if not reason and table.shape[1] % 16:
-        reason = f"FP8 products need a hidden size of 16 each, and the target's is {table.shape[1]}"
+        reason = f"FP8 products take multiples of 16, and the hidden size is {table.shape[1]}"
     if reason:
         raise TargetError(f"loss.head_fp8: {products} cannot be had: {reason}")
     made = replace(head, fp8=ScaledHead.of(table, products))

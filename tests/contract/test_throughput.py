@@ -1,5 +1,9 @@
 """A run that has become slow is told so, soon; one that only paused is not."""
 
+import random
+
+import pytest
+
 from trainer.contract.throughput import Throughput
 
 TOKENS = 49_152  # of a step
@@ -56,6 +60,26 @@ def test_a_little_slower_is_no_fall() -> None:
     run = Run()
     run.steps(60, 12_800)
     assert run.steps(100, 9_200) is None  # 72 %
+
+
+@pytest.mark.parametrize(("share", "ratio"), [(0.5, 2.0), (0.2, 1.5), (0.1, 2.0)])
+def test_rows_of_two_kinds_are_no_fall_until_both_are_slow(share: float, ratio: float) -> None:
+    run, draw = Run(), random.Random(1)
+
+    def some(count: int, tokens_per_s: float) -> float | None:
+        """Take steps of which a ``share`` is so much slower than the others."""
+        told, began = None, run.at_s
+        for _ in range(count):
+            slow = draw.random() < share
+            run.steps(1, tokens_per_s / (ratio if slow else 1.0))
+            if told is None and run.watch.fall is not None:
+                told = run.at_s - began
+        return told
+
+    assert some(3000, 12_800) is None
+    told_s = some(20, 12_800 / 3)
+    assert told_s is not None
+    assert told_s < 90  # a minute, but for steps of half a minute
 
 
 def test_one_slow_step_is_no_fall() -> None:

@@ -1,19 +1,23 @@
-"""The state of runs as their containers tell it: one round trip a container, hosts in parallel."""
+"""The state of runs as their containers tell it: one round trip a container, all at once."""
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
 from dflashctl.errors import DflashctlError, PartialError, UsageError
-from dflashctl.inventory import Place
+from dflashctl.inventory import Host, Place
 from dflashctl.program import Program, run_program
-from dflashctl.transport.base import Transport
+from dflashctl.transport import enter
+from dflashctl.transport.base import NO_SESSION, Transport
 from trainer.contract.layout import check_tag
 
 MAX_HOSTS_AT_ONCE = 8  # sshd's MaxStartups drops connections at random beyond ten
+_CONTAINERS_AT_ONCE = 8  # of a host: its MaxSessions refuses the eleventh of a connection
 
 Connect = Callable[[Place], Transport]
+Reach = Callable[[Host], Transport]  # the way to a node, not opened yet
 
 # What a run can be after it ended, apart from finished and stopped.
 FAILED_STATES = ("failed", "killed", "lost", "never-started")
@@ -72,19 +76,19 @@ class Statuses:
 
 
 def read_statuses(
-    places: Iterable[Place], connect: Connect, tags: Sequence[str] | None = None
+    places: Iterable[Place], reach: Reach, tags: Sequence[str] | None = None
 ) -> Statuses:
     """Ask every container for its runs, or for those with these tags.
 
-    A host is one thread and one connection after another; a host that fails does not stop the
-    others.
+    A host is one connection, over which its containers are asked at the same time; a host or a
+    container that fails does not stop the others.
     """
     hosts: dict[str, list[Place]] = {}
     for place in places:
         hosts.setdefault(place.host.name, []).append(place)
 
-    def ask_host(of_host: list[Place]) -> list[list[RunStatus] | PlaceFailure]:
-        return [_ask(place, connect, tags) for place in of_host]
+    def ask_host(of_host: list[Place]) -> list[_Answer]:
+        return _ask_host(of_host, reach, tags)
 
     with ThreadPoolExecutor(MAX_HOSTS_AT_ONCE, "status") as pool:
         answers = [answer for host in pool.map(ask_host, hosts.values()) for answer in host]
@@ -94,24 +98,44 @@ def read_statuses(
     )
 
 
-def _ask(
-    place: Place, connect: Connect, tags: Sequence[str] | None
-) -> list[RunStatus] | PlaceFailure:
-    label = place.container.label
+_Answer = list[RunStatus] | PlaceFailure
+
+
+def _ask_host(places: list[Place], reach: Reach, tags: Sequence[str] | None) -> list[_Answer]:
+    """Ask the containers of one host; when it cannot be reached, that is the answer of each."""
     try:
-        transport = connect(place)
-        try:
-            arguments = {"workspace": place.container.workspace, "tags": tags}
-            python = place.container.python
-            answer = run_program(transport, Program("status", arguments, python=python))
-        finally:
-            transport.close()
+        node = reach(places[0].host)
+        with closing(node):
+            node.open()
+            with ThreadPoolExecutor(_CONTAINERS_AT_ONCE, "status-container") as pool:
+                answers = list(pool.map(lambda place: _ask(node, place, tags), places))
+            return [
+                _ask(node, place, tags) if _had_no_session(answer) else answer
+                for place, answer in zip(places, answers, strict=True)
+            ]
     except DflashctlError as error:
-        return PlaceFailure.of(label, error)
-    return [RunStatus(place=label, **run) for run in answer["runs"]]
+        return [PlaceFailure.of(place.container.label, error) for place in places]
 
 
-def find_run(places: Sequence[Place], connect: Connect, tag: str) -> Place:
+def _ask(node: Transport, place: Place, tags: Sequence[str] | None) -> _Answer:
+    container = place.container
+    # `enter` would give the node, which the others share, the name of `self`
+    way = node if container.vmid is None else enter(node, place)
+    arguments = {"workspace": container.workspace, "tags": tags}
+    try:
+        way.open()
+        answer = run_program(way, Program("status", arguments, python=container.python))
+    except DflashctlError as error:
+        return PlaceFailure.of(container.label, error)
+    return [RunStatus(place=container.label, **run) for run in answer["runs"]]
+
+
+def _had_no_session(answer: _Answer) -> bool:
+    """Say whether the host allows fewer sessions than were asked for; it has them free again."""
+    return isinstance(answer, PlaceFailure) and answer.code == NO_SESSION
+
+
+def find_run(places: Sequence[Place], reach: Reach, tag: str) -> Place:
     """Return the one place that holds the run ``tag``.
 
     Raises: UsageError when none or several do; the failure of a place that gave no answer when
@@ -119,7 +143,7 @@ def find_run(places: Sequence[Place], connect: Connect, tag: str) -> Place:
     """
     if len(places) == 1:
         return places[0]
-    found = read_statuses(places, connect, [check_tag(tag)])
+    found = read_statuses(places, reach, [check_tag(tag)])
     holders = [place for place in places if any(run.place == place.label for run in found.runs)]
     if len(holders) == 1:
         return holders[0]
@@ -132,9 +156,9 @@ def find_run(places: Sequence[Place], connect: Connect, tag: str) -> Place:
     )
 
 
-def find_running(places: Sequence[Place], connect: Connect) -> tuple[Place, str]:
+def find_running(places: Sequence[Place], reach: Reach) -> tuple[Place, str]:
     """Return the only run that is running. Raises: UsageError naming them when there are more."""
-    found = read_statuses(places, connect)
+    found = read_statuses(places, reach)
     running = [run for run in found.runs if run.state in ("running", "starting")]
     if len(running) == 1:
         place = next(place for place in places if place.label == running[0].place)

@@ -89,7 +89,7 @@ def status(ctx: typer.Context, tag: MaybeTag = None) -> int:
 
     options = current(ctx)
     places = options.places() if tag is None else [_locate(options, tag)]
-    found = ask(places, options.connect, tag)
+    found = ask(places, options.reach, tag)
     failed = tag is not None and any(run.has_failed for run in found.runs)
     if options.json:
         print_document(found, ok=not found.failures and not failed)
@@ -112,7 +112,7 @@ def list_runs(
 
     options = current(ctx)
     places = [] if local else options.places()
-    found = merge(options.runs(), places, None if local else options.connect)
+    found = merge(options.runs(), places, None if local else options.reach)
     if options.json:
         print_document(found, ok=not found.failures)
     else:
@@ -170,7 +170,7 @@ def _locate(options: Options, tag: str) -> "Place":
 
     if options.limits or options.runs().place_of(tag) is not None:
         return options.place_of(tag)
-    return find_run(options.places(), options.connect, tag)
+    return find_run(options.places(), options.reach, tag)
 
 
 def _newest(options: Options) -> "tuple[Place, str]":
@@ -180,7 +180,7 @@ def _newest(options: Options) -> "tuple[Place, str]":
     tags = options.runs().tags()
     if tags and not options.limits:
         return options.place_of(tags[-1]), tags[-1]
-    return find_running(options.places(), options.connect)
+    return find_running(options.places(), options.reach)
 
 
 def _watch_live(options: Options, request: "WatchRequest") -> "Ended":

@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 if TYPE_CHECKING:
-    from dflashctl.inventory import Inventory, Place
+    from dflashctl.inventory import Host, Inventory, Place
     from dflashctl.run_store import RunStore
     from dflashctl.transport.base import Transport
 
@@ -86,6 +86,12 @@ class Options:
         from dflashctl.transport import connect
 
         return connect(place, accept_new=self.accept_new)
+
+    def reach(self, host: "Host") -> "Transport":
+        """Return the way to a node, not opened yet."""
+        from dflashctl.transport import way_to
+
+        return way_to(host, accept_new=self.accept_new)
 
 
 def current(ctx: typer.Context) -> Options:

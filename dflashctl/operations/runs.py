@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dflashctl.inventory import Place
-from dflashctl.run_status import Connect, PlaceFailure, RunStatus, Statuses, read_statuses
+from dflashctl.run_status import PlaceFailure, Reach, RunStatus, Statuses, read_statuses
 from dflashctl.run_store import RunStore
 from trainer.contract.errors import ContractError
 from trainer.contract.manifest import Manifest
@@ -31,10 +31,10 @@ class RunList:
     failures: tuple[PlaceFailure, ...]
 
 
-def list_runs(store: RunStore, places: Sequence[Place], connect: Connect | None) -> RunList:
-    """Merge the records of ``store`` with the runs in ``places``; ``connect`` None asks nobody."""
-    statuses = Statuses((), ()) if connect is None else read_statuses(places, connect)
-    answered = set() if connect is None else {place.label for place in places}
+def list_runs(store: RunStore, places: Sequence[Place], reach: Reach | None) -> RunList:
+    """Merge the records of ``store`` with the runs in ``places``; ``reach`` None asks nobody."""
+    statuses = Statuses((), ()) if reach is None else read_statuses(places, reach)
+    answered = set() if reach is None else {place.label for place in places}
     answered -= {failure.place for failure in statuses.failures}
     remote = {(run.place, run.tag): run for run in statuses.runs}
     rows = [

@@ -14,6 +14,7 @@ from dflashctl.errors import DflashctlError
 Sink = Callable[[bytes], None]  # may raise EnoughRead
 
 STDERR_KEPT_BYTES = 64 * 1024
+NO_SESSION = "no-session"  # code of the error of a host whose MaxSessions are in use
 
 _NOISE = re.compile(
     r"perl: warning: |\t(LANGUAGE|LC_\w+|LANG) = |    are supported and installed on your system"
@@ -100,8 +101,8 @@ class Transport(ABC):
         An empty block of ``stdin`` says that nothing is there yet: it is asked again soon.
         ``on_stderr`` gets all of stderr, perhaps in another thread; the end is kept all the same.
         ``deadline_s`` bounds the whole, ``silence_s`` the time without a byte either way.
-        Raises: UnreachableError, with code ``link-lost`` when the connection died and
-        ``timeout`` when a limit passed.
+        Raises: UnreachableError, with code ``link-lost`` when the connection died, ``timeout`` when
+        a limit passed, and NO_SESSION when nothing ran because too much does already.
         """
 
     @abstractmethod

@@ -12,7 +12,13 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from dflashctl.errors import UnreachableError
-from dflashctl.transport.base import STDERR_KEPT_BYTES, EnoughRead, Finished, Sink
+from dflashctl.transport.base import (
+    NO_SESSION,
+    STDERR_KEPT_BYTES,
+    EnoughRead,
+    Finished,
+    Sink,
+)
 from dflashctl.transport.child import Limits, Sinks
 
 if TYPE_CHECKING:
@@ -25,6 +31,9 @@ _PAUSE_S = 0.005  # until a source of stdin that had nothing yet is asked again
 _GRACE_S = 0.5  # for the last bytes of stderr after the sink had enough
 _LATE_S = 10.0  # for output after the exit status, which sshd may send first
 _OPEN_S = 30.0  # to open a channel, when the command itself has no deadline
+_FREE_S = 1.0  # for sshd to count a session that has ended no more (MaxSessions)
+_NO_REASON = "Unable to open channel."
+_CONNECT_FAILED = 2  # SSH_OPEN_CONNECT_FAILED of RFC 4254
 _JOIN_S = 5.0
 _SETTLE_S = 0.5  # for paramiko's reader to notice that the link behind a closed channel is gone
 
@@ -75,7 +84,7 @@ class ChannelRun:
 
         limit_s = self._limits.left_s(_OPEN_S)
         try:
-            channel = self._link.open_session(timeout=limit_s)
+            channel = self._open_session(limit_s)
             # exec_command waits for the host's reply without a limit of its own
             timer = threading.Timer(limit_s, channel.close)
             timer.daemon = True
@@ -86,14 +95,34 @@ class ChannelRun:
                 timer.cancel()
         except (paramiko.SSHException, EOFError, OSError) as error:
             self._limits.check()
+            refused = isinstance(error, paramiko.ChannelException)  # by a host that answers
             raise UnreachableError(
                 f"the host did not start the command: {error or type(error).__name__}",
                 place=self._place,
-                code="link-lost",
+                code=NO_SESSION if refused else "link-lost",
                 hint="the connection is gone, or the host allows no more sessions (MaxSessions)",
             ) from error
         channel.settimeout(_TICK_S)
         return channel
+
+    def _open_session(self, limit_s: float) -> "paramiko.Channel":
+        """Open a channel; a host that allows few has that of an ended command free in a moment.
+
+        Raises: paramiko.ChannelException when it is refused all the same; as paramiko else.
+        """
+        import paramiko
+
+        end_s = time.monotonic() + min(_FREE_S, limit_s)
+        while True:
+            try:
+                return self._link.open_session(timeout=limit_s)
+            except paramiko.SSHException as error:
+                # of two refusals at once paramiko gives one thread none of its own
+                if not isinstance(error, paramiko.ChannelException) and str(error) != _NO_REASON:
+                    raise
+                if time.monotonic() > end_s:
+                    raise paramiko.ChannelException(_CONNECT_FAILED, str(error)) from error
+                time.sleep(_FREE_S / 20)
 
     def _read(self, channel: "paramiko.Channel", sinks: Sinks, stderr: threading.Thread) -> None:
         at_end = enough = ended = False

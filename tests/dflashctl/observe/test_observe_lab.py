@@ -19,7 +19,7 @@ from dflashctl.inventory import Inventory, Place, load_inventory
 from dflashctl.lab.site import Lab
 from dflashctl.operations.pull import PullRequest, pull
 from dflashctl.operations.status import status
-from dflashctl.transport import connect
+from dflashctl.transport import connect, way_to
 from trainer.contract.completion import digest_file
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
@@ -224,13 +224,35 @@ def test_status_of_all_runs_of_a_container_is_one_pct_call_and_knows_its_clock(
     wait_for(lab_site, start_run("two", 0.1) + "/exit.json")
     lab_site.fault("kpro6", "latency", "0,0")
     before = len(lab_site.pct_calls("kpro6"))
-    found = status([place], connect)
+    found = status([place], way_to)
     assert len(lab_site.pct_calls("kpro6")) == before + 1
     states = {run.tag: run for run in found.runs}
     assert (states["one"].state, states["two"].state) == ("running", "finished")
     age_s = states["one"].last_event_age_s
     assert age_s is not None
     assert age_s < 5
+
+
+def test_the_containers_of_a_host_are_asked_at_once_over_one_connection(
+    lab_site: Lab, inventory: Inventory, place: Place
+) -> None:
+    other = next(p for p in inventory.select(["kpro6"]) if p.container.vmid == 201)
+    places = [place, dataclasses.replace(other, host=place.host)]
+    lab_site.fault("kpro6", "latency", "2,2")
+    calls, logins = len(lab_site.pct_calls("kpro6")), accepted(lab_site)
+    found = status(places, way_to)
+    began_s = [float(line.split()[0]) for line in lab_site.pct_calls("kpro6")[calls:]]
+    assert len(began_s) == 2
+    assert abs(began_s[1] - began_s[0]) < 2.0  # one after the other they are 2 s apart or more
+    assert accepted(lab_site) - logins <= 1  # openssh may have one from before
+    (failure,) = found.failures  # it is stopped
+    assert (failure.place, failure.exit_code) == ("kpro6/201", 4)
+
+
+def accepted(lab_site: Lab) -> int:
+    """Return how many logins the sshd of kpro6 has accepted so far."""
+    done = lab_site.in_host("kpro6", ["grep", "-c", "Accepted publickey", "/var/log/sshd.log"])
+    return int(done.stdout)
 
 
 def test_pull_through_pct_brings_the_bytes_that_are_there(

@@ -15,18 +15,20 @@ from dflashctl.operations.runs import list_runs
 from dflashctl.operations.status import status
 from dflashctl.run_status import RunStatus, find_run, find_running
 from dflashctl.run_store import RunStore
-from dflashctl.transport import Transport, connect
+from dflashctl.transport import Transport, way_to
 
 MakeRun = Callable[[str], Any]
 
 
 def only(place: Place, tag: str) -> RunStatus:
-    (run,) = status([place], connect, tag).runs
+    (run,) = status([place], way_to, tag).runs
     return run
 
 
-def unreachable(place: Place) -> Transport:
-    raise UnreachableError("no route to host", place=place.label, hint="ping it")
+def reach_here_alone(host: Host) -> Transport:
+    if host.name == "here":
+        return way_to(host)
+    raise UnreachableError("no route to host", place=host.name, hint="ping it")
 
 
 def test_a_run_with_living_processes_is_running_with_its_figures(run: Any, here: Place) -> None:
@@ -127,8 +129,8 @@ def test_all_runs_of_a_container_come_in_one_round_trip(make_run: MakeRun, here:
         make_run(tag)
     opened: list[Transport] = []
 
-    def counting(place: Place) -> Transport:
-        opened.append(connect(place))
+    def counting(host: Host) -> Transport:
+        opened.append(way_to(host))
         return opened[-1]
 
     found = status([here], counting)
@@ -138,7 +140,7 @@ def test_all_runs_of_a_container_come_in_one_round_trip(make_run: MakeRun, here:
 
 def test_a_tag_that_no_container_has_is_an_error_that_names_them(here: Place) -> None:
     with pytest.raises(UsageError, match="no run fresh8 in here/self"):
-        status([here], connect, "fresh8")
+        status([here], way_to, "fresh8")
 
 
 def other_host(name: str) -> Place:
@@ -148,11 +150,7 @@ def other_host(name: str) -> Place:
 
 def test_a_host_without_answer_does_not_hide_the_others(run: Any, here: Place) -> None:
     run.start()
-
-    def connect_some(place: Place) -> Transport:
-        return connect(place) if place.host.name == "here" else unreachable(place)
-
-    found = status([other_host("kpro6"), here], connect_some)
+    found = status([other_host("kpro6"), here], reach_here_alone)
     assert [run.tag for run in found.runs] == ["fresh7"]
     (failure,) = found.failures
     assert (failure.place, failure.exit_code, failure.hint) == ("kpro6/200", 4, "ping it")
@@ -164,21 +162,18 @@ def test_a_run_is_found_among_several_containers(
     make_run("fresh7").start()
     empty_container = replace(here.container, host_name="empty", workspace=str(tmp_path / "empty"))
     empty = Place(replace(here.host, name="empty"), empty_container)
-    assert find_run([empty, here], connect, "fresh7") == here
-    assert find_running([empty, here], connect) == (here, "fresh7")
+    assert find_run([empty, here], way_to, "fresh7") == here
+    assert find_running([empty, here], way_to) == (here, "fresh7")
     with pytest.raises(UsageError, match="no container has a run fresh8"):
-        find_run([empty, here], connect, "fresh8")
+        find_run([empty, here], way_to, "fresh8")
     make_run("fresh9").start()
     with pytest.raises(UsageError, match="fresh7 on here/self, fresh9 on here/self"):
-        find_running([empty, here], connect)
+        find_running([empty, here], way_to)
 
 
 def test_a_run_that_may_be_on_a_silent_host_is_not_said_to_be_missing(here: Place) -> None:
-    def connect_some(place: Place) -> Transport:
-        return connect(place) if place.host.name == "here" else unreachable(place)
-
     with pytest.raises(PartialError, match="kpro6/200: no route to host"):
-        find_run([other_host("kpro6"), here], connect_some, "fresh7")
+        find_run([other_host("kpro6"), here], reach_here_alone, "fresh7")
 
 
 def record(store: RunStore, run: Any, **changes: Any) -> None:
@@ -200,7 +195,7 @@ def test_the_list_merges_records_with_what_containers_hold(
     removed.root.rename(tmp_path / "away")
     (store.root / "broken").mkdir()
     (store.root / "broken" / "manifest.json").write_text("{")
-    rows = list_runs(store, [here], connect).runs
+    rows = list_runs(store, [here], way_to).runs
     assert [(row.tag, row.state, row.here) for row in rows] == [
         ("broken", "unreadable", "record"),
         ("both", "finished", "record"),

@@ -21,8 +21,9 @@ _WAIT_S = 1.0
 class OrderedChannel(Generic[T]):
     """Hands over items by index; every index from ``first`` to ``stop`` is put once and taken once.
 
-    capacity: how far ahead of the next needed an item may be. max_bytes: of the items that wait,
-    beside the next needed, which is always let in. makers: threads that claim indices.
+    capacity: how far ahead of the next needed an item may be, None as far as bytes allow.
+    max_bytes: of the items that wait, beside the next needed, which is always let in. makers:
+    threads that claim indices.
 
     Deadlock-free for any number of threads on both sides when the takers ask for indices in a
     globally agreed order, and each maker hands over the lowest index it holds first: the lowest
@@ -31,7 +32,7 @@ class OrderedChannel(Generic[T]):
 
     def __init__(
         self,
-        capacity: int,
+        capacity: int | None,
         first: int = 0,
         *,
         stop: int | None = None,
@@ -193,7 +194,7 @@ class OrderedChannel(Generic[T]):
     def _has_room(self, index: int, size_bytes: int) -> bool:
         if index <= self._next_needed:
             return True
-        if index >= self._next_needed + self._capacity:
+        if self._capacity is not None and index >= self._next_needed + self._capacity:
             return False
         if self._max_bytes is None:
             return True

@@ -126,8 +126,9 @@ def _in_a_thread(body: Callable[[], None]) -> threading.Thread:
     return thread
 
 
-def test_bytes_bound_the_queue_but_the_next_needed_is_always_let_in() -> None:
-    channel: OrderedChannel[int] = OrderedChannel(10, max_bytes=100)
+@pytest.mark.parametrize("capacity", [10, None])
+def test_bytes_bound_the_queue_but_the_next_needed_is_always_let_in(capacity: int | None) -> None:
+    channel: OrderedChannel[int] = OrderedChannel(capacity, max_bytes=100)
     channel.put(1, 1, 60)
     channel.put(0, 0, 500)  # next needed: let in, whatever its size
     assert (channel.depth, channel.size_bytes) == (2, 560)
@@ -191,11 +192,13 @@ def test_closing_ends_the_claims_and_a_failure_is_told_to_who_claims() -> None:
         channel.claim()
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_stress_makers_that_fail_lose_nothing_and_bytes_stay_within_bounds(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "capacity"), [(0, 5), (1, 5), (2, 5), (3, None)])
+def test_stress_makers_that_fail_lose_nothing_and_bytes_stay_within_bounds(
+    seed: int, capacity: int | None
+) -> None:
     num_items, num_makers, max_bytes, largest = 300, 6, 50, 30
     channel: OrderedChannel[int] = OrderedChannel(
-        5, stop=num_items, max_bytes=max_bytes, makers=num_makers
+        capacity, stop=num_items, max_bytes=max_bytes, makers=num_makers
     )
     most = [0]
     taken: list[list[int]] = [[], []]

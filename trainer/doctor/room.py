@@ -203,6 +203,9 @@ def drafter_facts(draft: DraftConfig, config: TrainConfig, card: Card) -> Device
     per_block = 5 * hidden + 4 * heads + 4 * narrow + 4 * draft.intermediate_size
     kept = block_tokens * per_block + data.token_budget * 6 * narrow
     taps = data.token_budget * draft.num_taps * hidden * _SIZES[config.target.dtype]
+    queued = config.run.queue_bytes
+    if config.run.queue_depth is not None:
+        queued = min(queued, taps * config.run.queue_depth)
     parts = {
         "weights": own,
         "fp32 masters": numbers * 4 - (own if split else 0),
@@ -210,7 +213,7 @@ def drafter_facts(draft: DraftConfig, config: TrainConfig, card: Card) -> Device
         "gradients": numbers * 4 + numbers * size,
         "moving average": averages,
         "target's embedding and head": vocab * hidden * size * (1 if draft.tied_target else 2),
-        "taps in the queue": max(taps, min(taps * config.run.queue_depth, config.run.queue_bytes)),
+        "taps in the queue": max(taps, queued),
         "taps of a batch": data.token_budget * (draft.num_taps + 2) * hidden * size,
         "activations (estimate)": draft.num_draft_layers * kept * size,
         "logits of a chunk": min(block_tokens, chunk_rows) * columns * size,

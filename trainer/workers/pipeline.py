@@ -45,8 +45,9 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         run, each = self.config.run, self.steps.batches_per_step
+        depth = run.queue_depth
         self.channel = OrderedChannel(
-            max(run.queue_depth, len(self.replicas)),
+            None if depth is None else max(depth, len(self.replicas)),
             self.steps.first * each,
             stop=self.steps.num_steps * each,
             max_bytes=run.queue_bytes,

@@ -204,8 +204,9 @@ class RunConfig:
     """How the process behaves.
 
     device: cuda, or cpu (every GPU role then becomes a thread on the CPU). queue_depth: how many
-    batches the target threads may be ahead of the drafters (at least one a drafter). queue_bytes:
-    of the hidden states that wait, all together; the batch needed next is let in in any case.
+    batches the target threads may be ahead of the drafters (at least one a drafter), None for as
+    many as queue_bytes hold. queue_bytes: of the hidden states that wait, all together; the batch
+    needed next is let in in any case.
     cpu_threads: intra-op threads of each worker on a CPU, None leaves torch's choice.
     checkpoint_every_steps and keep_checkpoints rotate; log_every_steps sets how often a step event
     is written. export_weights: what the export at the end holds, the last weights (raw), their
@@ -214,7 +215,7 @@ class RunConfig:
     """
 
     device: str = "cuda"
-    queue_depth: int = 4
+    queue_depth: int | None = 4
     queue_bytes: int = 8_000_000_000
     cpu_threads: int | None = None
     checkpoint_every_steps: int = 500

@@ -213,8 +213,12 @@ def run_case(name: str, options: argparse.Namespace) -> dict[str, Any]:
         optimizer.take_gradients_directly()  # as a run of one drafter does
         replica = Replica(0, draft, head, optimizer, torch.device(device))
         hidden = torch.randn(
-            case.rows, case.length, _NUM_TAPS * case.shapes.hidden, dtype=torch.bfloat16
-        ).to(device)
+            case.rows,
+            case.length,
+            _NUM_TAPS * case.shapes.hidden,
+            dtype=torch.bfloat16,
+            device=device,
+        )
         prepared = Prepared(make_batch(case, device), hidden)
         losses: list[float] = []
 

@@ -34,6 +34,12 @@ def _on_gpus(run_dir: Path) -> Path:
     return run_dir
 
 
+def _session(run_dir: Path, *, resume: bool = False) -> Session:
+    """Return a session that begins without graphs, as in a process of its own."""
+    torch._dynamo.reset()
+    return Session(run_dir, resume=resume)
+
+
 def _events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     data = (run_dir / "metrics.jsonl").read_bytes()
     return [event for event in EventDecoder().feed(data) if event["kind"] == kind]
@@ -52,7 +58,7 @@ def test_evaluation_in_training_compiles_nothing_and_stops_no_thread(
     evaluation = {"every_steps": 4, "prompts": str(tiny_chats), "num_prompts": 3}
     sections: dict[str, Any] = {"evaluation": evaluation, "optim": {"ema_decay": 0.9}}
     run_dir = _on_gpus(make_run(drafters=2, targets=2, **CUDA, **PACKED, **sections))
-    session = Session(run_dir, resume=False)
+    session = _session(run_dir)
     assert session.train() is TrainerExit.FINISHED
     assert [event["step"] for event in _events(run_dir, "eval")] == [4, 8, 12]
     assert all(event["ema"]["acceptance_length"] >= 1 for event in _events(run_dir, "eval"))
@@ -63,7 +69,7 @@ def test_evaluation_in_training_compiles_nothing_and_stops_no_thread(
 
 def test_packed_run_compiles_in_its_warm_up_alone(make_run: MakeRun) -> None:
     run_dir = _on_gpus(make_run(drafters=2, **CUDA, **PACKED))
-    assert Session(run_dir, resume=False).train() is TrainerExit.FINISHED
+    assert _session(run_dir).train() is TrainerExit.FINISHED
     compiles = _events(run_dir, "compile")
     assert compiles
     assert {event["thread"] for event in compiles} == {"MainThread"}
@@ -77,7 +83,7 @@ def test_flex_on_the_gpu_takes_the_same_steps_as_sdpa_on_the_cpu(make_run: MakeR
     on_gpu = _on_gpus(make_run("gpu", **CUDA, **PACKED))
     on_cpu = make_run("cpu", draft=CUDA["draft"], **PACKED)
     for run_dir in (on_gpu, on_cpu):
-        Session(run_dir, resume=False).train()
+        _session(run_dir).train()
     losses = [[event["loss"] for event in _events(r, "step")] for r in (on_gpu, on_cpu)]
     # The first weights are drawn on the device, so runs differ; a loss far off would still tell.
     assert losses[0] == pytest.approx(losses[1], rel=0.05)
@@ -86,7 +92,7 @@ def test_flex_on_the_gpu_takes_the_same_steps_as_sdpa_on_the_cpu(make_run: MakeR
 def test_rows_of_many_lengths_compile_one_at_a_time_while_others_train(make_run: MakeRun) -> None:
     rows = {"data": {"max_length": 32, "token_budget": 128, "max_batch_size": 3}}
     run_dir = _on_gpus(make_run(drafters=2, targets=2, **CUDA, **rows))
-    assert Session(run_dir, resume=False).train() is TrainerExit.FINISHED
+    assert _session(run_dir).train() is TrainerExit.FINISHED
     compiles = _events(run_dir, "compile")
     assert len(compiles) >= 2
     assert all(event["expected"] for event in compiles)
@@ -95,7 +101,7 @@ def test_rows_of_many_lengths_compile_one_at_a_time_while_others_train(make_run:
 def test_declared_row_lengths_compile_in_the_warm_up_alone(make_run: MakeRun) -> None:
     rows = {"max_length": 32, "token_budget": 128, "max_batch_size": 3, "row_lengths": [12, 32]}
     run_dir = _on_gpus(make_run(**CUDA, data=rows))
-    assert Session(run_dir, resume=False).train() is TrainerExit.FINISHED
+    assert _session(run_dir).train() is TrainerExit.FINISHED
     compiles = _events(run_dir, "compile")
     assert {event["thread"] for event in compiles} == {"MainThread"}
     assert not any(event["sealed"] or event["fallback"] for event in compiles)
@@ -108,7 +114,7 @@ def test_declared_row_lengths_compile_in_the_warm_up_alone(make_run: MakeRun) ->
 def test_drafters_keep_identical_replicas(make_run: MakeRun, dtype: str) -> None:
     draft = CUDA["draft"] | {"dtype": dtype}
     run_dir = _on_gpus(make_run(drafters=3, targets=2, run=CUDA["run"], draft=draft, **PACKED))
-    session = Session(run_dir, resume=False)
+    session = _session(run_dir)
     session.train()
     first, *others = (replica.draft.cpu().state_dict() for replica in session.replicas)
     assert len(others) == 2
@@ -121,9 +127,9 @@ def test_bf16_run_stops_and_resumes(make_run: MakeRun) -> None:
     run_dir = _on_gpus(
         make_run(run=CUDA["run"], draft=draft, target={"dtype": "bfloat16"}, **PACKED)
     )
-    assert Session(run_dir, resume=False).train() is TrainerExit.FINISHED
+    assert _session(run_dir).train() is TrainerExit.FINISHED
     (run_dir / "checkpoints" / "step_00000012" / "COMPLETE.json").unlink()
-    assert Session(run_dir, resume=True).train() is TrainerExit.FINISHED
+    assert _session(run_dir, resume=True).train() is TrainerExit.FINISHED
     losses: dict[int, list[float]] = {}
     for event in _events(run_dir, "step"):
         losses.setdefault(event["step"], []).append(event["loss"])
@@ -144,7 +150,7 @@ def test_head_in_fp8_is_tested_told_and_trains_as_bfloat16_does(make_run: MakeRu
         run_dir = _on_gpus(
             make_run(products, drafters=2, run=CUDA["run"], draft=draft, loss=loss, **PACKED)
         )
-        session = Session(run_dir, resume=False)
+        session = _session(run_dir)
         assert session.train() is TrainerExit.FINISHED
         losses.append([event["loss"] for event in _events(run_dir, "step")])
         told = [event for event in _events(run_dir, "phase") if event["phase"] == "self-test"]

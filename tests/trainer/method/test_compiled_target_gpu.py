@@ -31,11 +31,11 @@ def run(name, kind, config, **own):
     made = tiny_targets.KINDS[kind](**SIZES | own).to("cuda", torch.bfloat16)
     target = Target(made, (0, 1, 3))
     told[name] = {"batching": None}
-    settled = settle(target, TargetConfig(path="none", **config), gate, forward_tokens=1024,
+    settled = settle(target, TargetConfig(path="none", **config), gate, forward_tokens=256,
                      compiles=True)
     told[name] = settled.to_dict() | {"text": str(settled)}
     graphs = gate.stats.num_graphs
-    documents = [torch.arange(n) % 512 for n in (300, 70, 3, 500, 1)]
+    documents = [torch.arange(n) % 512 for n in (120, 70, 3, 50, 1)]
     key = ("target", "cuda:0")
     found = gate.run(key, lambda: target.document_features(documents), library=True)
     alone = [target.document_features([one], ROWS)[0] for one in documents]
@@ -93,8 +93,8 @@ def x_width(sizes: target_layers.DeltaSizes) -> int:
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_dense_layers_compile_and_give_the_taps_of_the_model(told: dict[str, Any], kind: str):
-    assert told[kind]["compiled"]["sizes"] == [128, 256, 512, 1024]
-    assert told[kind]["compiled"]["num_graphs"] == 8
+    assert told[kind]["compiled"]["sizes"] == [128, 256]
+    assert told[kind]["compiled"]["num_graphs"] == 4
     assert told[kind]["difference"] < 0.03
     assert told[kind]["more_graphs"] == 0
 
@@ -111,6 +111,6 @@ def test_hybrid_is_packed_with_the_kernels_of_fla_and_compiled_around_them(told:
     assert batching["passed"]
     assert batching["batching"] == "packed"
     assert "(the fallback of transformers)" not in str(batching["kernels"])
-    assert told["hybrid"]["compiled"]["num_graphs"] == 16
+    assert told["hybrid"]["compiled"]["num_graphs"] == 8
     assert told["hybrid"]["difference"] < 0.05
     assert told["hybrid"]["more_graphs"] == 0

@@ -3,21 +3,24 @@
 import io
 import json
 import os
+import shlex
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dflashctl.bundle import Bundle
-from dflashctl.errors import UsageError
+from dflashctl.errors import DflashctlError, RefusedError, UsageError
 from dflashctl.program import Program, run_program
-from dflashctl.transport.base import Transport
+from dflashctl.transport import stream_script
+from dflashctl.transport.base import Script, Transport
 from trainer.contract.completion import digest_file
 
 _CHUNK_BYTES = 1 << 18
 _COMPARE_S = 600.0  # hashing tens of GB over there takes minutes
 _TRANSFER_S = 6 * 3600.0
+_FETCH_SILENCE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,45 @@ def send(transport: Transport, outgoing: Sequence[Outgoing], directory: str) -> 
     arguments = {"directory": directory, "action": "receive"}
     answer = run_program(transport, Program("receive", arguments, payload, _TRANSFER_S))
     return int(answer["written"])
+
+
+def fetch(
+    transport: Transport,
+    source: str,
+    target: Path,
+    max_bytes: int,
+    on_bytes: Callable[[int], None],
+) -> None:
+    """Write a file of the place to ``target``, which the caller checks; one round trip.
+
+    ``on_bytes`` gets the size of each block. Raises: RefusedError beyond ``max_bytes``;
+    DflashctlError when either side cannot.
+    """
+    num_bytes = 0
+
+    def write(data: bytes) -> None:
+        nonlocal num_bytes
+        num_bytes += len(data)
+        if num_bytes > max_bytes:
+            raise RefusedError(
+                f"{source} is larger than {max_bytes} bytes",
+                place=transport.place,
+                code="too-large",
+            )
+        stream.write(data)
+        on_bytes(len(data))
+
+    script = Script(f"exec cat -- {shlex.quote(source)}", (), _FETCH_SILENCE_S, "fetch")
+    try:
+        with target.open("wb") as stream:
+            result = stream_script(transport, script, write)
+            stream.flush()
+            os.fsync(stream.fileno())
+    except OSError as error:
+        raise DflashctlError(
+            f"cannot write {target}: {error.strerror}", code="no-room", hint="make room there"
+        ) from error
+    result.check(DflashctlError, f"cannot read {source}", place=transport.place)
 
 
 def send_release(transport: Transport, bundle: Bundle, workspace: str) -> dict[str, Any]:

@@ -6,11 +6,11 @@ the configuration, release, data and devices of the run that may follow, and tak
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dflashctl.gpu_locks import Holder, new_token
-from dflashctl.gpu_roles import Ways, claim_roles, cpu_roles
+from dflashctl.gpu_roles import Claim, Ways, claim_roles, cpu_roles
 from dflashctl.remote_run import (
     Code,
     Pinned,
@@ -35,7 +35,8 @@ class Rehearsal:
 
     command: the trainer's, warmup, check or doctor. options: its further words. argv: of this
     program, for the manifest. claim: False takes no GPU; the roles are then threads on the CPU.
-    accepted: exit statuses that are an answer and no failure.
+    accepted: exit statuses that are an answer and no failure. stage: brings files to the run
+    directory, once the GPUs are locked, and returns yet further words.
     """
 
     command: str
@@ -45,14 +46,16 @@ class Rehearsal:
     options: tuple[str, ...] = ()
     claim: bool = True
     accepted: tuple[int, ...] = (0,)
+    stage: Callable[[Manifest, str], tuple[str, ...]] | None = None
 
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """How it ended: the staged manifest, and the command's exit status."""
+    """How it ended: the staged manifest, the command's exit status, and where it ran."""
 
     manifest: Manifest
     rc: int
+    run_dir: str
 
 
 def rehearse(
@@ -71,19 +74,25 @@ def rehearse(
     facts = gather_facts(ways.inside, ways.place, request.code, request.config, name)
     raise_problems(facts, ways.place.label)
 
-    def run(gpus: tuple[Gpu, ...]) -> Rehearsed:
+    def run(gpus: tuple[Gpu, ...], claim: Claim | None) -> Rehearsed:
         pinned = Pinned(name, request.code, request.config, gpus, request.argv)
         manifest = make_manifest(ways.place, pinned, facts)
-        return rehearse_pinned(ways, manifest, request, on_output, on_report)
+        staged = request
+        if request.stage is not None:
+            words = request.stage(manifest, _run_dir(manifest, name))
+            staged = replace(request, options=(*request.options, *words))
+            if claim is not None:
+                claim.renew_if_due()
+        return rehearse_pinned(ways, manifest, staged, on_output, on_report)
 
     container = ways.place.container
     if not request.claim:
-        return run(cpu_roles(container))
+        return run(cpu_roles(container), None)
     directory = str(Workspace.at(container.workspace).rehearsal(name, "x"))[:-1]  # ends with /
     holder = Holder(name, container.host_name, container.vmid, directory, new_token())
     gpus, claim = claim_roles(ways, facts, holder)
     with claim:
-        return run(gpus)
+        return run(gpus, claim)
 
 
 def rehearse_pinned(
@@ -97,8 +106,7 @@ def rehearse_pinned(
 
     Raises: as ``rehearse``, but for the facts and the GPUs.
     """
-    name, key = request.command, manifest.cache_dir.rpartition("/")[2]
-    run_dir = str(Workspace.at(manifest.workspace).rehearsal(name, key))
+    name, run_dir = request.command, _run_dir(manifest, request.command)
     environment = trainer_environment(ways.place.container, manifest)
     if not request.claim:
         environment["CUDA_VISIBLE_DEVICES"] = ""
@@ -113,7 +121,12 @@ def rehearse_pinned(
     lines = _Lines(on_output, on_report)
     result = run_trainer(ways.inside, command, lines.feed)
     lines.close()
-    return Rehearsed(manifest, result.rc)
+    return Rehearsed(manifest, result.rc, run_dir)
+
+
+def _run_dir(manifest: Manifest, command: str) -> str:
+    key = manifest.cache_dir.rpartition("/")[2]
+    return str(Workspace.at(manifest.workspace).rehearsal(command, key))
 
 
 class _Lines:

@@ -1,23 +1,20 @@
 """The compile caches of a run: one writer at a time, and a file of them for hosts of the same kind.
 
-An artefact file is what torch's caches hold after a warm-up. It is read back by torch as Python
-objects: load only files that you have made.
+An artefact file is what torch's caches hold after a warm-up (contract.compile_artifacts).
 """
 
 import fcntl
-import hashlib
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from trainer import torch_compiler
+from trainer.contract.compile_artifacts import framed, require_kind, unframed
 from trainer.contract.durable import write_by_rename
 from trainer.contract.errors import ConfigError
 from trainer.contract.manifest import Manifest
 
-_MAGIC = b"DFLASH-CACHE 1\n"
 LOCK = "warmup.lock"
 
 
@@ -81,47 +78,15 @@ def require_place(path: Path) -> None:
 def load(path: Path, manifest: Manifest) -> int:
     """Put an artefact file into the caches of this run; returns the size in bytes.
 
-    Raises: ConfigError when it is damaged, or made for another torch or GPU.
+    Raises: ArtifactsError when it is damaged, or made for another torch, driver or GPU; ConfigError
+    when it cannot be read.
     """
     try:
         content = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
-    data = unframed(content, path, manifest)
+    told, data = unframed(content, path)
+    require_kind(told, path, manifest)
     if not torch_compiler.load_artifacts(data):
         raise ConfigError(f"{path}: torch cannot read these artefacts; warm up here")
     return len(data)
-
-
-def framed(data: bytes, manifest: Manifest) -> bytes:
-    """Return the content of an artefact file: what it is good for, its digest, and ``data``."""
-    head = _kind(manifest) | {"sha256": hashlib.sha256(data).hexdigest()}
-    return _MAGIC + json.dumps(head).encode() + b"\n" + data
-
-
-def unframed(content: bytes, path: Path, manifest: Manifest) -> bytes:
-    """Return ``data`` of ``framed`` where it is whole and of the run's kind.
-
-    Raises: ConfigError.
-    """
-    if not content.startswith(_MAGIC):
-        raise ConfigError(f"{path} is no file that warmup --save-artifacts has written")
-    head, _, data = content.removeprefix(_MAGIC).partition(b"\n")
-    try:
-        told = dict(json.loads(head))
-    except (ValueError, TypeError, RecursionError):
-        raise ConfigError(f"{path} is damaged: its head is no JSON; copy it again") from None
-    if told.get("sha256") != hashlib.sha256(data).hexdigest():
-        raise ConfigError(f"{path} is damaged: its sha256 is not the noted one; copy it again")
-    for name, value in _kind(manifest).items():
-        if told.get(name) != value:
-            raise ConfigError(
-                f"{path} was made for {name} {told.get(name)}, this run has {value}; warm up here"
-            )
-    return data
-
-
-def _kind(manifest: Manifest) -> dict[str, object]:
-    """Return what two hosts must share to share what was compiled."""
-    names = sorted({gpu.name for gpu in manifest.gpus if gpu.name})
-    return {"torch": manifest.packages.get("torch"), "gpus": names}

@@ -1,6 +1,7 @@
 """The verbs before a launch: check, warmup, data doctor. They stage a run, and leave none."""
 
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -57,26 +58,45 @@ def check(
         raise typer.Exit(7)
 
 
-def warmup(ctx: typer.Context, train: TrainFile = None, sets: Sets = None) -> None:
+def warmup(
+    ctx: typer.Context,
+    train: TrainFile = None,
+    sets: Sets = None,
+    save: Annotated[
+        Path | None,
+        typer.Option(
+            "--save-artifacts", metavar="FILE", help="also keep the caches here, in a file"
+        ),
+    ] = None,
+    load: Annotated[
+        Path | None,
+        typer.Option(
+            "--load-artifacts", metavar="FILE", help="begin with such a file, from a host like it"
+        ),
+    ] = None,
+) -> None:
     """Compile what a run needs, on each drafter GPU in turn.
 
-    It goes into the cache that launch uses.
+    It goes into the cache that launch uses. Load only files that you saved: torch reads them as
+    Python objects.
     """
     from dflashctl.bundle import build_bundle
-    from dflashctl.operations.warmup import warm_up
+    from dflashctl.operations.warmup import Sinks, WarmupRequest, require_files, warm_up
     from dflashctl.remote_run import Code
+    from dflashctl.render.counter import byte_counter
     from dflashctl.render.receipts import warmup_progress, warmup_text
 
     options = current(ctx)
     place = options.place()
     config = train_config(options, place, train, sets)
-    code = Code.of(build_bundle())
+    request = WarmupRequest(Code.of(build_bundle()), config, tuple(sys.argv), load, save)
+    require_files(request)
 
     def tell(report: dict[str, Any]) -> None:
         warn_text(warmup_progress(report))
 
     with open_ways(options, place) as ways, relay() as on_output:
-        result = warm_up(ways, code, config, tuple(sys.argv), on_output, tell)
+        result = warm_up(ways, request, Sinks(on_output, tell, byte_counter(sys.stderr)))
     show(options, result, warmup_text(result))
     tell_trips(options, result.round_trips)
 

@@ -167,6 +167,8 @@ def warmup_text(result: "WarmupResult") -> str:
     for report in result.devices:
         seconds, compiles = report.get("warmup_s"), report.get("num_compiles")
         lines.append(f"  {report.get('device', '?')}  {seconds} s  {compiles} compiles")
+    lines += [f"  began with {result.loaded}"] if result.loaded else []
+    lines += [f"  its caches are in {result.saved}"] if result.saved else []
     lines += [f"  {note}" for note in result.notes]
     return "\n".join(lines) + "\n"
 

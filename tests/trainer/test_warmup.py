@@ -5,7 +5,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,9 @@ import pytest
 
 from trainer import assembly, cache_store, torch_compiler
 from trainer.__main__ import main
+from trainer.contract.compile_artifacts import framed
 from trainer.contract.errors import ConfigError
-from trainer.contract.manifest import Gpu, Manifest
+from trainer.contract.manifest import Manifest
 
 MakeRun = Callable[..., Path]
 ROWS = {"packing": False, "row_lengths": [12, 32]}
@@ -85,25 +85,9 @@ def test_cache_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
             pass
 
 
-def test_artefacts_travel_to_a_host_of_the_same_kind_alone(make_run: MakeRun) -> None:
-    manifest, path = _manifest(make_run()), Path("caches.bin")
-    content = cache_store.framed(b"data\nand more", manifest)
-    assert cache_store.unframed(content, path, manifest) == b"data\nand more"
-    gpus = (Gpu("drafter", 0, "GPU-1", "NVIDIA H200"),)
-    with pytest.raises(ConfigError, match=r"made for gpus \[\], this run has \['NVIDIA H200'\]"):
-        cache_store.unframed(content, path, replace(manifest, gpus=gpus))
-    with pytest.raises(ConfigError, match=r"made for torch .*, this run has 2\.99"):
-        cache_store.unframed(content, path, replace(manifest, packages={"torch": "2.99"}))
-    head = content.index(b"{")
-    cuts = (content[:-1], content[:-1] + b"x", content[: head + 9], content[:head] + b"[7]\nx")
-    for cut in (*cuts, content[:head] + b"[" * 100_000 + b"\n"):
-        with pytest.raises(ConfigError, match="is damaged"):
-            cache_store.unframed(cut, path, manifest)
-
-
 def test_artefacts_that_torch_cannot_read_are_refused(make_run: MakeRun, tmp_path: Path) -> None:
     manifest, path = _manifest(make_run()), tmp_path / "caches.bin"
-    path.write_bytes(cache_store.framed(b"nothing that torch wrote", manifest))
+    path.write_bytes(framed(b"nothing that torch wrote", manifest))
     with pytest.raises(ConfigError, match="torch cannot read"):
         cache_store.load(path, manifest)
 

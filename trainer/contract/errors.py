@@ -25,5 +25,9 @@ class CompletionError(ContractError):
     """A checkpoint directory is not complete, or differs from its COMPLETE.json."""
 
 
+class ArtifactsError(ContractError):
+    """A file of compile caches is damaged, or was made on hosts of another kind."""
+
+
 class EvaluationsError(ContractError):
     """evaluations.json of a run is damaged, or was written by a newer major version."""

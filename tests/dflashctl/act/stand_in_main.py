@@ -15,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 
+from trainer.contract.compile_artifacts import framed, require_kind, unframed
 from trainer.contract.completion import COMPLETE, describe, latest_complete, step_directory, step_of
 from trainer.contract.events import EventWriter
 from trainer.contract.exit_record import TrainerExit
@@ -104,6 +105,8 @@ def main() -> int:
         parser.add_argument(option, action="store_true")
     parser.add_argument("--prompts", type=Path)
     parser.add_argument("--num-prompts", type=int)
+    for option in ("--load-artifacts", "--save-artifacts"):
+        parser.add_argument(option, type=Path)
     args = parser.parse_args()
     if (words := args.run_dir.parents[1] / "words").exists():
         sys.stdout.buffer.write(words.read_bytes() + b"\n")
@@ -115,6 +118,12 @@ def main() -> int:
         report = {"kind": "warmup", "device": "cpu", "warmup_s": 0.5, "num_compiles": 3}
         print(json.dumps(report), flush=True)
         manifest = Manifest.from_json((args.run_dir / "manifest.json").read_text())
+        if args.load_artifacts is not None:
+            told, data = unframed(args.load_artifacts.read_bytes(), args.load_artifacts)
+            require_kind(told, args.load_artifacts, manifest)
+            print(f"loaded {data.decode()}", flush=True)
+        if args.save_artifacts is not None:
+            args.save_artifacts.write_bytes(framed(b"what was compiled", manifest))
         write_stamp(manifest, [report], time.time())
         return 0
     if args.verb == "check":

@@ -110,6 +110,24 @@ def test_a_warm_up_for_other_shapes_is_told_and_refused_when_a_fresh_one_is_aske
     assert manifest["warmup"] == "stale"
 
 
+def test_caches_are_taken_from_a_host_with_the_same_cards_alone(
+    laptop: Project, lab_site: Lab, tmp_path: Path
+) -> None:
+    file = str(tmp_path / "caches.bin")
+    assert laptop.run(*ON, "warmup", "--save-artifacts", file).returncode == 0
+    taken = laptop.run(*ON, "warmup", "--load-artifacts", file)
+    assert (taken.returncode, "loaded what was compiled" in taken.stderr) == (0, True)
+    set_gpus(lab_site, {"name": "NVIDIA H200"}, {"name": "NVIDIA H200"})
+    refused = laptop.run(*ON, "warmup", "--load-artifacts", file)
+    assert refused.stderr.endswith(
+        f"error[artifacts-kind]: kpro7/200: {file} was made for gpus ['NVIDIA GeForce RTX 3090'],"
+        " this run has ['NVIDIA H200']; warm up here\n"
+        "  hint: the same warmup without --load-artifacts\n"
+    )
+    assert refused.returncode == 7
+    assert laptop.run("-l", "kpro7", "locks", "list").stdout == "no GPU is locked\n"
+
+
 def test_a_launch_killed_with_its_locks_holds_others_off_and_its_rerun_takes_them_again(
     laptop: Project, tmp_path: Path
 ) -> None:

@@ -285,6 +285,43 @@ def test_warmup_reports_each_device_and_uses_the_cache_of_launch(deployed: Proje
     assert environment["TORCHINDUCTOR_CACHE_DIR"].startswith(warm["cache_dir"])
 
 
+def test_caches_of_a_warm_up_are_kept_here_and_offered_to_the_next(
+    deployed: Project, tmp_path: Path
+) -> None:
+    file = tmp_path / "caches.bin"
+    done = deployed.run("warmup", "--save-artifacts", str(file))
+    assert done.stdout.endswith(f"  its caches are in {file}\n")
+    before = file.read_bytes()
+    assert before.endswith(b"\nwhat was compiled")
+    told = deployed.document(
+        "warmup", "--load-artifacts", str(file), "--save-artifacts", str(tmp_path / "again.bin")
+    )
+    assert (told["rc"], told["loaded"]) == (0, str(file))
+    assert (
+        "loaded what was compiled" in deployed.run("warmup", "--load-artifacts", str(file)).stderr
+    )
+    assert (tmp_path / "again.bin").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.glob("*.bin*")) == ["again.bin", "caches.bin"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "content", "status", "words"),
+    [
+        (("--load-artifacts", "c.bin"), None, 2, "error[usage]: c.bin: No such file"),
+        (("--load-artifacts", "c.bin"), b"PK", 7, "error[artifacts-damaged]: c.bin: c.bin is no"),
+        (("--save-artifacts", "no/c.bin"), None, 2, "error[usage]: no/c.bin: no file can be"),
+        (("--save-artifacts", "."), None, 2, "error[usage]: .: no file can be written there"),
+    ],
+)
+def test_files_of_caches_are_looked_at_before_anything_is_asked(
+    project: Project, arguments: tuple[str, str], content: bytes | None, status: int, words: str
+) -> None:
+    if content is not None:
+        (project.root / "c.bin").write_bytes(content)
+    done = project.run("warmup", *arguments)  # nothing is deployed
+    assert (done.returncode, words in done.stderr) == (status, True), done.stderr
+
+
 def test_the_receipts_say_what_was_pinned_proven_and_what_to_type_next(deployed: Project) -> None:
     receipt = deployed.run("launch", "--tag", "x", "--set", "seed=4").stdout
     assert receipt.startswith("here/self  x launched; a second look saw: its process lives")

@@ -1,0 +1,71 @@
+"""A file of compile caches: whole or refused, and for hosts of its own kind alone."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.contract.compile_artifacts import framed, require_kind, unframed
+from trainer.contract.errors import ArtifactsError
+from trainer.contract.manifest import Gpu, Manifest
+
+PATH = Path("caches.bin")
+MANIFEST = Manifest(
+    run_id="fresh7-1",
+    tag="fresh7",
+    created_unix_s=1.5,
+    dflashctl_version="0.1.0",
+    release="ab" * 32,
+    git_commit=None,
+    git_dirty=None,
+    packages={"torch": "2.11.0"},
+    host="kpro6",
+    vmid=200,
+    gpus=(Gpu("target", 0, "GPU-1", "H200"), Gpu("drafter", 1, "GPU-2", "H200")),
+    python="/opt/python",
+    workspace="/workspace",
+    log_path="/workspace/runs/fresh7/train_stdout_fresh7.log",
+    cache_dir="/workspace/cache/x",
+    target_revision="r",
+    dataset_sha256="cd" * 32,
+    config={},
+    seed=0,
+    argv=(),
+    driver="580.1",
+)
+
+
+def test_artefacts_come_back_for_a_host_of_the_same_kind() -> None:
+    told, data = unframed(framed(b"data\nand more", MANIFEST), PATH)
+    assert data == b"data\nand more"
+    one_card = replace(MANIFEST, gpus=(Gpu("target", 7, "GPU-9", "H200"),), tag="other")
+    require_kind(told, PATH, one_card)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"gpus": (Gpu("drafter", 0, "GPU-1", "H100"),)},
+            r"gpus \['H200'\], this run has \['H100'\]",
+        ),
+        ({"packages": {"torch": "2.99"}}, r"torch 2\.11\.0, this run has 2\.99"),
+        ({"driver": "590.2"}, r"driver 580\.1, this run has 590\.2"),
+    ],
+)
+def test_artefacts_of_another_kind_of_host_are_refused(changes: dict[str, Any], words: str) -> None:
+    told, _ = unframed(framed(b"data", MANIFEST), PATH)
+    with pytest.raises(ArtifactsError, match=f"caches.bin was made for {words}; warm up here"):
+        require_kind(told, PATH, replace(MANIFEST, **changes))
+
+
+def test_artefacts_that_are_not_whole_are_refused() -> None:
+    content = framed(b"data\nand more", MANIFEST)
+    head = content.index(b"{")
+    cuts = (content[:-1], content[:-1] + b"x", content[: head + 9], content[:head] + b"[7]\nx")
+    for cut in (*cuts, content[:head] + b"[" * 100_000 + b"\n"):
+        with pytest.raises(ArtifactsError, match="is damaged"):
+            unframed(cut, PATH)
+    with pytest.raises(ArtifactsError, match="is no file that warmup --save-artifacts has written"):
+        unframed(b"PK" + content, PATH)

@@ -20,6 +20,8 @@ R = TypeVar("R")
 
 _FP32_BYTES = 4
 _GB = 1e9
+_PROGRAMS = 512  # two for each of 256 multiprocessors
+_SPLIT_QUERIES = 128  # more are not split
 
 
 @dataclass(frozen=True)
@@ -53,14 +55,16 @@ def most_without_scores(query: Tensor, context: KeyValue, own: KeyValue) -> int:
     """Return the most bytes that attention without scores may request in a forward.
 
     It makes the output, and of each input at most another layout, each in fp32 and each twice; keys
-    and values joined and repeated for every query head; and two fp32 numbers a query and head.
+    and values joined and repeated for every query head; two fp32 numbers a query and head; and
+    where the keys of few queries are split over a card, a part of the output for each program.
     Shapes: as Attention.attend.
     """
     rows, num_queries, heads, dim = query.shape
-    num_keys = context[0].shape[1] + own[0].shape[1]
+    num_keys, groups = context[0].shape[1] + own[0].shape[1], heads // own[0].shape[2]
     wide = max(_FP32_BYTES, query.element_size())
     tensors = 2 * rows * heads * dim * (num_queries + num_keys)  # query, output; key, value
-    return 2 * wide * tensors + 2 * _FP32_BYTES * rows * heads * num_queries
+    split = _PROGRAMS * groups * min(num_queries, _SPLIT_QUERIES) * dim * _FP32_BYTES
+    return 2 * wide * tensors + 2 * _FP32_BYTES * rows * heads * num_queries + split
 
 
 def bytes_of_scores(query: Tensor, context: KeyValue, own: KeyValue) -> int:

@@ -81,8 +81,9 @@ def test_bounds_are_those_worked_out_by_hand():
     _, query, context, own = case(rows=1, length=24, num_anchors=1, heads=(4, 2, 16))
     query = query.bfloat16()
     # 8 queries and 24 + 8 keys of 4 heads: query, output, key and value are 5,120 numbers of 4
-    # bytes, twice; and 2 numbers of 4 bytes for each of 32 queries.
-    assert most_without_scores(query, context, own) == 5120 * 4 * 2 + 256
+    # bytes, twice; 2 numbers of 4 bytes for each of 32 queries; and for 512 programs the output of
+    # 8 queries of the 2 heads that share a key, 16 numbers of 4 bytes each.
+    assert most_without_scores(query, context, own) == 5120 * 4 * 2 + 256 + 512 * 8 * 2 * 16 * 4
     assert bytes_of_scores(query, context, own) == 4 * 8 * 32 * 2
 
 

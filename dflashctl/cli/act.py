@@ -239,16 +239,18 @@ def stop(
     ] = 60.0,
 ) -> None:
     """Stop a run with a checkpoint, and say what was proven."""
-    from dflashctl.operations.stop import StopRequest
-    from dflashctl.operations.stop import stop as run
-    from dflashctl.render.receipts import stop_document, stop_text
     from trainer.contract.layout import Workspace
 
     options = current(ctx)
     place = options.place_of(tag)
     layout = Workspace.at(place.container.workspace).run(tag)
-    request = StopRequest(place.container, layout, grace, options.runs().token(tag))
+    token = options.runs().token(tag)
     with open_ways(options, place) as ways:
+        from dflashctl.operations.stop import StopRequest
+        from dflashctl.operations.stop import stop as run
+        from dflashctl.render.receipts import stop_document, stop_text
+
+        request = StopRequest(place.container, layout, grace, token)
         result = run(ways.inside, ways.node, request, say)
     show(options, stop_document(result), stop_text(result), ok=result.clean)
     if not result.clean:

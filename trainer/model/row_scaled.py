@@ -64,7 +64,7 @@ def product(
     """Return (values x scales) @ weight.T. Shapes: [T, K] FP8, [T, 1] fp32 -> [T, N] bfloat16.
 
     N and K are multiples of 16. ``out``: where the result goes, contiguous. ``fast``: sums stay in
-    the 14 bits of a Hopper's FP8 units, which is enough for some thousand terms.
+    the 14 bits of a Hopper's FP8 units, where large ones come out too small.
     """
     options = {} if out is None else {"out": out}
     made: Tensor = torch._scaled_mm(

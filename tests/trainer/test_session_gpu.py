@@ -75,7 +75,9 @@ def test_packed_run_compiles_in_its_warm_up_alone(make_run: MakeRun) -> None:
     assert {event["thread"] for event in compiles} == {"MainThread"}
     assert all(event["expected"] for event in compiles)
     seqs = {event["phase"]: event["seq"] for event in _events(run_dir, "phase")}
-    assert all(seqs["warmup"] < event["seq"] < seqs["train"] for event in compiles)
+    # The target's layers before the warm-up, with their self-test, and the draft in it.
+    assert all(event["seq"] < seqs["train"] for event in compiles)
+    assert any(event["seq"] > seqs["warmup"] for event in compiles)
     assert all(value > 0 for value in _events(run_dir, "step")[-1]["memory_bytes"].values())
 
 
@@ -105,7 +107,8 @@ def test_declared_row_lengths_compile_in_the_warm_up_alone(make_run: MakeRun) ->
     compiles = _events(run_dir, "compile")
     assert {event["thread"] for event in compiles} == {"MainThread"}
     assert not any(event["sealed"] or event["fallback"] for event in compiles)
-    assert {event["device"] for event in compiles} == {"cuda:0"}
+    cards = {f"cuda:{number}" for number in range(min(2, torch.cuda.device_count()))}
+    assert {event["device"] for event in compiles} == cards  # one role each, if there are two
     (started,) = _events(run_dir, "started")
     assert started["num_compiles"] == sum(event["num_graphs"] for event in compiles)
 

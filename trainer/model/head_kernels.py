@@ -73,7 +73,10 @@ def slope(logits: Tensor, total: Tensor, labels: Tensor, weights: Tensor) -> Ten
 
 
 def scale_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x as e4m3 with one scale a row. Shapes: [M, D] -> [M, D], [M, 1] fp32."""
+    """Return x as e4m3 with one fitted scale a row (row_scaled.scale_rows).
+
+    Shapes: [M, D] -> [M, D], [M, 1] fp32.
+    """
     x = x.contiguous()
     num_rows, num_columns = x.shape
     values = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
@@ -235,14 +238,17 @@ def _scale_rows(
     LARGEST: tl.constexpr,
     SMALLEST: tl.constexpr,
 ):
-    """One row a program."""
+    """One row a program. Its scale is such that its product with itself is exact."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside, place = column < num_columns, row * num_columns + column
     read = tl.load(x_at + place, mask=inside, other=0.0).to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(read), 0), SMALLEST) / LARGEST
-    tl.store(values_at + place, (read / scale).to(tl.float8e4nv), mask=inside)
-    tl.store(scales_at + row, scale)
+    wide = read / scale
+    values = wide.to(tl.float8e4nv)
+    tl.store(values_at + place, values, mask=inside)
+    square, along = tl.sum(wide * wide, 0), tl.sum(wide * values.to(tl.float32), 0)
+    tl.store(scales_at + row, scale * (square + SMALLEST) / (along + SMALLEST))
 
 
 @triton.jit(

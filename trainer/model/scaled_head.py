@@ -107,10 +107,12 @@ class ScaledHead:
 
 
 def scale_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x as e4m3 with one scale a row. Shapes: [M, D] -> [M, D], [M, 1] fp32."""
+    """Return x as e4m3 with one fitted scale a row. Shapes: [M, D] -> [M, D], [M, 1] fp32."""
     kernels = kernels_for(x)
-    found: tuple[Tensor, Tensor] = (kernels or row_scaled).scale_rows(x)
-    return found
+    if kernels is not None:
+        found: tuple[Tensor, Tensor] = kernels.scale_rows(x)
+        return found
+    return row_scaled.scale_rows(x, fitted=True)
 
 
 def shares(logits: Tensor, found: Score, labels: Tensor, weights: Tensor, out: Tensor) -> Tensor:

@@ -191,8 +191,9 @@ def test_rows_are_scaled_and_rounded_as_by_plain_torch(num_rows: int, width: int
     torch.manual_seed(width)
     x = torch.randn(num_rows, width, device="cuda").bfloat16()
     x[num_rows // 2] = 0
-    (values, scales), (wanted, wanted_scales) = scaled_head.scale_rows(x), row_scaled.scale_rows(x)
-    torch.testing.assert_close(scales, wanted_scales, rtol=1e-6, atol=0)
+    values, scales = scaled_head.scale_rows(x)
+    wanted, wanted_scales = row_scaled.scale_rows(x, fitted=True)
+    torch.testing.assert_close(scales, wanted_scales, rtol=1e-3, atol=0)
     # A quotient on the edge between two e4m3 values may fall to either side.
     differ = values.float() != wanted.float()
     assert float(differ.float().mean()) < 1e-3
@@ -265,7 +266,7 @@ def test_self_test_in_fp8_passes_with_rows_that_are_sure_right_and_wrong(product
     shares = (x.float() @ table.float().t()).softmax(-1).gather(1, labels[:, None])
     assert shares.max() > 0.999
     assert 0.02 < finding.logits_error_frac < 0.06, str(finding)
-    assert abs(finding.loss_difference) < 0.03, str(finding)  # 0.015 by exact sums
+    assert abs(finding.loss_difference) < 0.03, str(finding)
     assert finding.gradient_cosine > 0.998, str(finding)
     # each row that is nearly right, by itself: its gradient is small, and may not drown
     sure = (shares[:, 0] > 0.99) & (shares[:, 0] < 0.9999)

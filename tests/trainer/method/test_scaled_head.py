@@ -44,6 +44,21 @@ def test_weight_that_e4m3_holds_is_quantised_exactly_and_padded_with_zeros():
     assert not made.values[2:].float().any()
 
 
+def test_large_logits_are_not_made_small():
+    # Of rows that lie along their row of the head, as those of a trained draft do.
+    head = _head(400, 256)
+    noise = torch.randn(400, 256, generator=torch.Generator().manual_seed(0))
+    x = (head.float() * 20 + noise).bfloat16()
+    exact = (x.float() * head.float()).sum(1)
+    means = []
+    for fitted in (True, False):
+        ours, own = (row_scaled.scale_rows(one, fitted=fitted) for one in (x, head))
+        found = (ours[0].float() * own[0].float()).sum(1) * (ours[1] * own[1])[:, 0]
+        means.append(float((found / exact).mean()))
+    assert means[0] == pytest.approx(1.0, abs=4e-4)
+    assert means[1] == pytest.approx(0.9983, abs=6e-4)
+
+
 def test_logits_that_fp8_holds_are_those_of_bfloat16_and_no_padding_is_among_them():
     # rows of +-1 times 2^k: each e4m3 value and scale is exact
     draw = torch.Generator().manual_seed(0)

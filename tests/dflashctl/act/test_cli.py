@@ -23,6 +23,20 @@ rc = main(sys.argv[1:])
 loaded = sorted({name.split(".")[0] for name in sys.modules} & set(%r))
 sys.stderr.write(f"loaded {loaded} rc {rc}")
 """
+INTERRUPTED_AT = """
+import atexit, os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # however the tests were started
+moment = sys.argv.pop()
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == moment:
+            os.kill(os.getpid(), signal.SIGINT)
+if moment == "exit":
+    atexit.register(os.kill, os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupting())
+from dflashctl.__main__ import run
+run()
+"""
 
 
 def verbs() -> list[list[str]]:
@@ -41,6 +55,14 @@ def test_help_of_every_verb_loads_nothing_heavy(verb: list[str]) -> None:
     done = subprocess.run(argv, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("Usage: ")
     assert done.stderr == "loaded [] rc 0"
+
+
+@pytest.mark.parametrize("moment", ["dflashctl.cli", "typer", "dflashctl.cli.site", "exit"])
+def test_ctrl_c_at_the_start_or_the_end_of_a_command_shows_no_traceback(moment: str) -> None:
+    argv = [sys.executable, "-c", INTERRUPTED_AT, "--help", moment]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.returncode == 130
+    assert done.stderr in ("interrupted\n", "")  # typer says nothing while it looks for a verb
 
 
 def test_every_verb_is_registered_by_the_module_that_the_table_names() -> None:

@@ -13,7 +13,8 @@ import torch
 from trainer.model import target_layers
 
 SCRIPT = """
-import json, sys
+import faulthandler, json, sys
+faulthandler.dump_traceback_later(260, exit=True)  # what hangs is told by its stacks
 import torch
 from trainer.model import recurrent_kernels
 recurrent_kernels.offer_convolution("qwen3_5_text")

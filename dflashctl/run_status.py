@@ -75,6 +75,9 @@ class Statuses:
     failures: tuple[PlaceFailure, ...]
 
 
+_Answer = list[RunStatus] | PlaceFailure
+
+
 def read_statuses(
     places: Iterable[Place], reach: Reach, tags: Sequence[str] | None = None
 ) -> Statuses:
@@ -96,9 +99,6 @@ def read_statuses(
         runs=tuple(run for answer in answers if isinstance(answer, list) for run in answer),
         failures=tuple(answer for answer in answers if isinstance(answer, PlaceFailure)),
     )
-
-
-_Answer = list[RunStatus] | PlaceFailure
 
 
 def _ask_host(places: list[Place], reach: Reach, tags: Sequence[str] | None) -> list[_Answer]:

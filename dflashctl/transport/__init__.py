@@ -26,7 +26,7 @@ def connect(place: Place, *, accept_new: bool = False) -> Transport:
     """Return an opened way into the container of ``place`` (or the host, for ``self``).
 
     ``accept_new`` records the key of a host that known_hosts does not name; a changed key is
-    refused all the same. One call a thread: a transport is never shared.
+    refused all the same.
     Raises: UnreachableError, TrustError, ConfigurationError.
     """
     way = enter(way_to(place.host, accept_new=accept_new), place)

@@ -73,7 +73,10 @@ class Finished:
 
 
 class Transport(ABC):
-    """A way to one place. A thread at a time, but that ways which share one may open it at once."""
+    """A way to one place.
+
+    Threads may share an open one, a command each; opening is theirs as well, closing one's alone.
+    """
 
     place: str  # "kpro6" or "kpro6/200", for messages
     user: str = ""  # login name on the host, known after open()

@@ -31,7 +31,8 @@ _PAUSE_S = 0.005  # until a source of stdin that had nothing yet is asked again
 _GRACE_S = 0.5  # for the last bytes of stderr after the sink had enough
 _LATE_S = 10.0  # for output after the exit status, which sshd may send first
 _OPEN_S = 30.0  # to open a channel, when the command itself has no deadline
-_FREE_S = 1.0  # for sshd to count a session that has ended no more (MaxSessions)
+_FREE_S = 3.0  # for sshd to count a session that has ended no more (MaxSessions)
+_RETRY_S = 0.05
 _NO_REASON = "Unable to open channel."
 _CONNECT_FAILED = 2  # SSH_OPEN_CONNECT_FAILED of RFC 4254
 _JOIN_S = 5.0
@@ -122,7 +123,7 @@ class ChannelRun:
                     raise
                 if time.monotonic() > end_s:
                     raise paramiko.ChannelException(_CONNECT_FAILED, str(error)) from error
-                time.sleep(_FREE_S / 20)
+                time.sleep(_RETRY_S)
 
     def _read(self, channel: "paramiko.Channel", sinks: Sinks, stderr: threading.Thread) -> None:
         at_end = enough = ended = False

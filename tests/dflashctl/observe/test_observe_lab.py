@@ -238,12 +238,12 @@ def test_the_containers_of_a_host_are_asked_at_once_over_one_connection(
 ) -> None:
     other = next(p for p in inventory.select(["kpro6"]) if p.container.vmid == 201)
     places = [place, dataclasses.replace(other, host=place.host)]
-    lab_site.fault("kpro6", "latency", "2,2")
+    lab_site.fault("kpro6", "latency", "5,5")
     calls, logins = len(lab_site.pct_calls("kpro6")), accepted(lab_site)
     found = status(places, way_to)
     began_s = [float(line.split()[0]) for line in lab_site.pct_calls("kpro6")[calls:]]
     assert len(began_s) == 2
-    assert abs(began_s[1] - began_s[0]) < 2.0  # one after the other they are 2 s apart or more
+    assert abs(began_s[1] - began_s[0]) < 5.0  # one after the other they are 5 s apart or more
     assert accepted(lab_site) - logins <= 1  # openssh may have one from before
     (failure,) = found.failures  # it is stopped
     assert (failure.place, failure.exit_code) == ("kpro6/201", 4)

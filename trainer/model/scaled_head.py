@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.contract.config import HEAD_FP8
 from trainer.model import row_scaled
 from trainer.model.row_scaled import LARGEST, RowScaled
 
-OFF, LOGITS, BOTH = "off", "logits", "both"
+OFF, LOGITS, BOTH = HEAD_FP8
 ROW_UNIT = 16  # elements; FP8 products take multiples, and rows of logits begin aligned
 # Sums in a Hopper's 14 bits lose what they cut off: of 5,120 terms large logits come out 0.7 % too
 # small, which is 0.06 of the loss. The gradient's sums are over a whole vocabulary.

@@ -308,13 +308,23 @@ def cpu_roles(container: Container) -> tuple[Gpu, ...]:
 
 
 def claim(container: Container, answer: Probe) -> tuple[Gpu, ...]:
-    """Return the container's GPUs by role when each is idle; raises as ``claim_roles``."""
+    """Return the container's GPUs by role when each is idle.
+
+    Raises: as ``claim_roles``; ConfigurationError for one that has two names in a role.
+    """
     if answer.wedged:
         raise _wedged(answer, container.label)
     claimed = []
     for role, members in (("target", container.target), ("drafter", container.drafter)):
+        names: dict[str, str] = {}
         for member in members:
             gpu = answer.find(member, container.label)
+            if names.setdefault(gpu.uuid, member) != member:
+                raise ConfigurationError(
+                    f"GPU {gpu.index} stands twice under {role}: {names[gpu.uuid]} and {member}",
+                    hint="leave one of them out in hosts.yaml",
+                    place=container.label,
+                )
             require_idle(gpu, container.label, answer)
             claimed.append(Gpu(role, gpu.index, gpu.uuid, gpu.name))
     return tuple(claimed)

@@ -234,6 +234,12 @@ def test_one_card_may_have_both_roles() -> None:
     assert roles == (Gpu("target", 0, "GPU-a", CARD), Gpu("drafter", 0, "GPU-a", CARD))
 
 
+def test_a_card_with_two_names_in_a_role_is_refused() -> None:
+    found = parse(answer([row(f"0, GPU-a, {CARD}, 4, 9, 0")]))
+    with pytest.raises(ConfigurationError, match="GPU 0 stands twice under target: 0 and GPU-a"):
+        claim(container(("0", "GPU-a"), ("0",)), found)
+
+
 def test_a_busy_unknown_or_missing_card_is_never_claimed() -> None:
     texts = (
         f"0, GPU-a, {CARD}, 4, 9, 0",

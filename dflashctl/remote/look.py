@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 POLL_S = 0.02
-TAIL_BYTES = 4096
+TAIL_BYTES = 4096  # of the log
+EVENT_BYTES = 1 << 16  # more than an event; the file of a resumed run may have hundreds of MB
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -41,7 +42,7 @@ def alive(process: dict[str, Any] | None) -> bool:
 def last_event(run_dir: Path, since_unix_s: float) -> dict[str, Any] | None:
     """Return the newest event written since this start, None when there is none yet."""
     try:
-        lines = (run_dir / "metrics.jsonl").read_bytes().splitlines()[-1:]
+        lines = end_of(run_dir / "metrics.jsonl", EVENT_BYTES).splitlines()[-1:]
         event = json.loads(lines[0]) if lines else None
     except (OSError, ValueError):
         return None
@@ -52,12 +53,17 @@ def last_event(run_dir: Path, since_unix_s: float) -> dict[str, Any] | None:
 def tail(path: Path) -> list[str]:
     """Return the last lines of the log."""
     try:
-        with path.open("rb") as stream:
-            size = stream.seek(0, 2)
-            stream.seek(max(0, size - TAIL_BYTES))
-            return stream.read().decode("utf-8", "replace").splitlines()[-15:]
+        return end_of(path, TAIL_BYTES).decode("utf-8", "replace").splitlines()[-15:]
     except OSError:
         return []
+
+
+def end_of(path: Path, num_bytes: int) -> bytes:
+    """Return the last bytes of a file. Raises: OSError."""
+    with path.open("rb") as stream:
+        size = stream.seek(0, 2)
+        stream.seek(max(0, size - num_bytes))
+        return stream.read()
 
 
 def main(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -147,3 +147,17 @@ def test_a_session_whose_runner_is_on_its_way_is_not_taken_for_one_that_never_st
         assert directory.exists()
     finally:
         subprocess.run([*tmux, "kill-session", "-t", "=x"], check=True)
+
+
+def test_second_look_finds_the_newest_event_of_a_long_file(tmp_path: Path) -> None:
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    process = {"trainer_pid": os.getpid(), "trainer_start_ticks": ticks, "boot_id": boot}
+    (tmp_path / "process.json").write_text(json.dumps(process | {"started_unix_s": 5000.0}))
+    events = [{"t_unix_s": float(number), "text": "x" * 100} for number in range(5001)]
+    lines = "".join(json.dumps(event) + "\n" for event in events)
+    (tmp_path / "metrics.jsonl").write_text(lines)
+    order = {"run_dir": str(tmp_path), "log": str(tmp_path / "none"), "wait_s": 0.0}
+    argv = [sys.executable, "-I", "-S", "-c", remote.program("look"), json.dumps(order)]
+    told = json.loads(subprocess.run(argv, capture_output=True, check=True).stdout)
+    assert (told["state"], told["event"], told["log"]) == ("running", events[-1], [])

@@ -15,7 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from trainer import torch_compiler
 from trainer.compile_gate import CompileGate, GateSettings
-from trainer.contract.config import TrainConfig
+from trainer.contract.config import Sections, TrainConfig
 from trainer.contract.errors import ConfigError, ManifestError
 from trainer.contract.manifest import Gpu, Manifest
 from trainer.data.coverage import Coverage, expected_coverage
@@ -389,19 +389,27 @@ def identity(
 
     A resumed run must share them with its checkpoint, but for those of ``may_change``.
     """
-    settings = {
-        f"{section}.{key}": value
-        for section, values in config.to_dict().items()
-        if isinstance(values, dict)
-        for key, value in values.items()
-    }
-    return settings | {
+    return _settings(config) | {
         "draft.target_layer_ids": list(target.target_layer_ids),
         "target_revision": manifest.target_revision,
         "dataset_sha256": manifest.dataset_sha256,
         "seed": config.seed,
         "batches_per_step": steps.batches_per_step,
         "num_steps": steps.num_steps,
+    }
+
+
+def default_facts() -> dict[str, Any]:
+    """Return the facts of ``identity`` that a run had before there were settings for them."""
+    return _settings(Sections())
+
+
+def _settings(config: Sections) -> dict[str, Any]:
+    return {
+        f"{section}.{key}": value
+        for section, values in config.to_dict().items()
+        if isinstance(values, dict)
+        for key, value in values.items()
     }
 
 

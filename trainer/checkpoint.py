@@ -14,6 +14,7 @@ import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -108,14 +109,20 @@ class CheckpointState:
         return self.average
 
     def check_identity(
-        self, own: Mapping[str, Any], may_change: Callable[[str], bool] = lambda _name: False
+        self,
+        own: Mapping[str, Any],
+        may_change: Callable[[str], bool] = lambda _name: False,
+        defaults: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[str]:
         """Refuse to continue another run's weights; return the changes that are allowed, in words.
 
+        defaults: of facts that a checkpoint made by an older trainer does not know.
         Raises: CheckpointError naming every fact that differs and must not.
         """
         # Through JSON, which makes lists of tuples: one side may come from a file.
-        saved, plain = (json.loads(json.dumps(facts)) for facts in (self.identity, own))
+        saved, plain = (
+            json.loads(json.dumps(facts)) for facts in ({**defaults, **self.identity}, own)
+        )
         changed: list[str] = []
         refused: list[str] = []
         for name in sorted(saved.keys() | plain.keys()):

@@ -183,6 +183,13 @@ def test_change_that_is_allowed_is_told_and_a_new_fact_is_not(tmp_path: Path) ->
         state.check_identity(own | {"causal": True}, lambda name: name == "lr")
 
 
+def test_fact_that_is_younger_than_the_checkpoint_had_its_default() -> None:
+    state, defaults = _state(5, lr=0.1), {"lr": 0.3, "head_fp8": "off"}
+    assert state.check_identity({"lr": 0.1, "head_fp8": "off"}, defaults=defaults) == []
+    with pytest.raises(CheckpointError, match="configuration: head_fp8 was 'off', now 'both';"):
+        state.check_identity({"lr": 0.1, "head_fp8": "both"}, defaults=defaults)
+
+
 def test_full_disk_leaves_what_was_complete_and_no_half_checkpoint(tmp_path: Path) -> None:
     kept = checkpoint.save(tmp_path, _state(1), keep=3)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -38,6 +38,7 @@ __all__ = [
     "LossConfig",
     "OptimConfig",
     "RunConfig",
+    "Sections",
     "TargetConfig",
     "TrainConfig",
     "with_override",

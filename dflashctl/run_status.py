@@ -1,7 +1,6 @@
 """The state of runs as their containers tell it: one round trip a container, all at once."""
 
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from dflashctl.inventory import Host, Place
 from dflashctl.program import Program, run_program
 from dflashctl.transport import enter
 from dflashctl.transport.base import NO_SESSION, Transport
+from dflashctl.transport.crowd import at_once
 from trainer.contract.layout import check_tag
 
 MAX_HOSTS_AT_ONCE = 8  # sshd's MaxStartups drops connections at random beyond ten
@@ -93,8 +93,8 @@ def read_statuses(
     def ask_host(of_host: list[Place]) -> list[_Answer]:
         return _ask_host(of_host, reach, tags)
 
-    with ThreadPoolExecutor(MAX_HOSTS_AT_ONCE, "status") as pool:
-        answers = [answer for host in pool.map(ask_host, hosts.values()) for answer in host]
+    by_host = at_once(ask_host, hosts.values(), MAX_HOSTS_AT_ONCE, "status")
+    answers = [answer for host in by_host for answer in host]
     return Statuses(
         runs=tuple(run for answer in answers if isinstance(answer, list) for run in answer),
         failures=tuple(answer for answer in answers if isinstance(answer, PlaceFailure)),
@@ -107,8 +107,9 @@ def _ask_host(places: list[Place], reach: Reach, tags: Sequence[str] | None) -> 
         node = reach(places[0].host)
         with closing(node):
             node.open()
-            with ThreadPoolExecutor(_CONTAINERS_AT_ONCE, "status-container") as pool:
-                answers = list(pool.map(lambda place: _ask(node, place, tags), places))
+            answers = at_once(
+                lambda place: _ask(node, place, tags), places, _CONTAINERS_AT_ONCE, "status-in"
+            )
             return [
                 _ask(node, place, tags) if _had_no_session(answer) else answer
                 for place, answer in zip(places, answers, strict=True)
@@ -150,7 +151,7 @@ def find_run(places: Sequence[Place], reach: Reach, tag: str) -> Place:
     if holders:
         names = ", ".join(place.label for place in holders)
         raise UsageError(f"several containers have a run {tag}: {names}", hint="say --limit")
-    raise_if_any(found.failures)
+    raise_if_any(found.failures, f"no run {tag} elsewhere, and ")
     raise UsageError(
         f"no container has a run {tag}", code="no-such-run", hint="dflashctl runs list"
     )
@@ -169,8 +170,11 @@ def find_running(places: Sequence[Place], reach: Reach) -> tuple[Place, str]:
     raise UsageError(f"say which run: a TAG is needed (running: {names})", hint="dflashctl status")
 
 
-def raise_if_any(failures: Sequence[PlaceFailure]) -> None:
-    """Raise PartialError when a container gave no answer, naming each with its reason."""
+def raise_if_any(failures: Sequence[PlaceFailure], found: str = "") -> None:
+    """Raise PartialError when a container gave no answer, naming each with its reason.
+
+    found: what the others told, in front of it.
+    """
     if failures:
         reasons = "; ".join(f"{failure.place}: {failure.message}" for failure in failures)
-        raise PartialError(f"no answer from {reasons}", hint=failures[0].hint)
+        raise PartialError(f"{found}no answer from {reasons}", hint=failures[0].hint)

@@ -6,7 +6,6 @@ Hosts are asked in parallel; one round trip on a node, one in each of its contai
 import subprocess
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from dflashctl.program import Program, run_program
 from dflashctl.run_status import MAX_HOSTS_AT_ONCE
 from dflashctl.transport import connect, connect_host, run_script
 from dflashctl.transport.base import Script
+from dflashctl.transport.crowd import at_once
 
 _COMMAND_S = 15.0  # each command on a node; nvidia-smi without persistence mode takes seconds
 _CHILD_S = 60.0  # importing torch from a cold disk
@@ -73,9 +73,7 @@ def examine(request: DoctorRequest) -> DoctorResult:
     for place in request.places:
         hosts.setdefault(place.host.name, (place.host, []))[1].append(place)
     found = judge_laptop(request.inventory, [host for host, _ in hosts.values()])
-    with ThreadPoolExecutor(max_workers=max(1, min(len(hosts), MAX_HOSTS_AT_ONCE))) as pool:
-        futures = [pool.submit(_host, request, *one) for one in hosts.values()]
-        answers = [future.result() for future in futures]
+    answers = at_once(lambda one: _host(request, *one), hosts.values(), MAX_HOSTS_AT_ONCE, "doctor")
     checks = (*found, *(check for answer in answers for check in answer.checks))
     lost = [answer.unreachable for answer in answers if answer.unreachable]
     failed = any(check.status == FAIL for check in checks)

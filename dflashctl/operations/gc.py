@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -10,6 +9,7 @@ from dflashctl.errors import DflashctlError
 from dflashctl.inventory import Place
 from dflashctl.program import Program, run_program
 from dflashctl.run_status import MAX_HOSTS_AT_ONCE, Connect, PlaceFailure
+from dflashctl.transport.crowd import at_once
 
 _DEADLINE_S = 3600.0  # a plan reads the checkpoints that stay; a removal may free many gigabytes
 
@@ -154,7 +154,7 @@ def _each(
                 answers.append(PlaceFailure.of(place.container.label, error))
         return answers
 
-    with ThreadPoolExecutor(MAX_HOSTS_AT_ONCE, "gc") as pool:
-        found = [one for answers in pool.map(ask_host, hosts.values()) for one in answers]
+    by_host = at_once(ask_host, hosts.values(), MAX_HOSTS_AT_ONCE, "gc")
+    found = [one for answers in by_host for one in answers]
     failures = [one for one in found if isinstance(one, PlaceFailure)]
     return [one for one in found if not isinstance(one, PlaceFailure)], failures

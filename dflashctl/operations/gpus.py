@@ -1,7 +1,6 @@
 """gpus: every GPU of the selected hosts, asked in parallel, one thread and connection a host."""
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from dflashctl.command import pct_exec
@@ -12,6 +11,7 @@ from dflashctl.inventory import Container, Host, Place
 from dflashctl.run_status import MAX_HOSTS_AT_ONCE
 from dflashctl.transport import connect, connect_host
 from dflashctl.transport.base import Transport
+from dflashctl.transport.crowd import at_once
 
 _LIST = ("timeout", "-k", "2", "10", "nvidia-smi", "-L")
 
@@ -57,14 +57,11 @@ def look_at_gpus(
     hosts: dict[str, tuple[Host, list[Container]]] = {}
     for place in places:
         hosts.setdefault(place.host.name, (place.host, []))[1].append(place.container)
-    if not hosts:
-        return []
-    with ThreadPoolExecutor(max_workers=min(len(hosts), MAX_HOSTS_AT_ONCE)) as pool:
-        futures = [
-            pool.submit(_ask, host, containers, accept_new=accept_new, inside=inside)
-            for host, containers in hosts.values()
-        ]
-        return [future.result() for future in futures]
+
+    def ask(one: tuple[Host, list[Container]]) -> HostGpus:
+        return _ask(*one, accept_new=accept_new, inside=inside)
+
+    return at_once(ask, hosts.values(), MAX_HOSTS_AT_ONCE, "gpus")
 
 
 def _ask(host: Host, containers: list[Container], *, accept_new: bool, inside: bool) -> HostGpus:

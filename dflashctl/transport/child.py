@@ -9,6 +9,7 @@ import os
 import selectors
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from dflashctl.transport.base import STDERR_KEPT_BYTES, EnoughRead, Finished, Si
 CHUNK_BYTES = 256 * 1024
 _TICK_S = 0.1  # how often an exit with pipes still held open by a grandchild is noticed
 _PAUSE_S = 0.005  # until a source of stdin that had nothing yet is asked again
+GIVEN_UP = threading.Event()  # by Ctrl-C, in whatever thread a command is waited for
 _GRACE_S = 0.5  # for the last bytes of stderr after the child ended or the sink had enough
 
 
@@ -43,7 +45,9 @@ class Limits:
         return max(0.01, min(at_most_s, left_s))
 
     def check(self) -> None:
-        """Raise UnreachableError with code ``timeout`` when a limit has passed."""
+        """Raise UnreachableError: ``timeout`` when a limit has passed, or ``interrupted``."""
+        if GIVEN_UP.is_set():
+            raise UnreachableError("interrupted", place=self._place, code="interrupted")
         now_s = time.monotonic()
         if self._deadline_s is not None and now_s - self._started_s > self._deadline_s:
             raise self._timeout(f"no end within {self._deadline_s:g} s")

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -118,6 +119,14 @@ class SshServer:
             self._process.terminate()
             self._process.wait(10)
             self._process = None
+
+
+def require_no_new_thread(before: set[threading.Thread], seconds: float = 10.0) -> None:
+    """Fail when a thread that is not of ``before`` goes on; a cancelled timer takes a moment."""
+    limit = time.monotonic() + seconds
+    while new := set(threading.enumerate()) - before:
+        assert time.monotonic() < limit, f"left behind: {new}"
+        time.sleep(0.02)
 
 
 def write_key(path: Path) -> None:

@@ -15,6 +15,7 @@ from dflashctl.errors import StateUnknownError, UnreachableError
 from dflashctl.transport import Script, Transport, run_script, stream_script
 from dflashctl.transport.base import EnoughRead
 from dflashctl.transport.fabric_ssh import FabricTransport
+from tests.dflashctl.transport.conftest import require_no_new_thread
 
 if TYPE_CHECKING:
     from conftest import SshServer
@@ -226,7 +227,7 @@ def test_interrupt_of_the_user_leaves_no_child_and_no_thread(
         check=True,
     )
     assert "ssh" not in listed.stdout.split()
-    assert set(threading.enumerate()) == before
+    require_no_new_thread(before)
     assert run_script(way, Script("echo a")).stdout == b"a\n"
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from dflashctl.errors import StateUnknownError, UnreachableError, UsageError
 from dflashctl.transport import Script, Transport, run_script, stream_script
 from dflashctl.transport.frame import BOOT
+from tests.dflashctl.transport.conftest import require_no_new_thread
 
 ARGUMENTS = st.lists(
     st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=30),
@@ -172,7 +173,7 @@ def test_each_script_is_one_round_trip(way: Transport) -> None:
 
 def test_no_thread_is_left_behind(way: Transport) -> None:
     run_script(way, Script("cat", [b"x"]))
-    before = threading.active_count()
+    before = set(threading.enumerate())
     for _ in range(5):
         run_script(way, Script("cat", [b"x"]))
-    assert threading.active_count() == before
+    require_no_new_thread(before)

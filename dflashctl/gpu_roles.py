@@ -279,10 +279,12 @@ def unexpected(gpus: Sequence[GpuState], expect: Expect) -> str:
 def uses_gpus(container: Container) -> bool:
     """Say whether the roles name GPUs; raises ConfigurationError for none, or a mixture."""
     roles = (*container.target, *container.drafter)
-    if not container.target or not container.drafter:
+    named = {"target": container.target, "drafter": container.drafter}
+    if missing := [role for role, gpus in named.items() if not gpus]:
         raise ConfigurationError(
-            f"{container.label} has no GPUs for both roles",
-            hint="gpus: {target: [0], drafter: [1]} in hosts.yaml (or [cpu] for each)",
+            f"{container.label} has no GPU for the role {' or '.join(missing)}",
+            hint="gpus: {target: [0], drafter: [1]} in hosts.yaml (one GPU may stand in both), or"
+            " [cpu] for each",
         )
     on_cpu = [role == CPU for role in roles]
     if any(on_cpu) and not all(on_cpu):

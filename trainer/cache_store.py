@@ -61,7 +61,10 @@ def save(path: Path, manifest: Manifest) -> int:
     """
     data = torch_compiler.save_artifacts()
     if data is None:
-        raise ConfigError(f"{path}: nothing was compiled, so there is nothing to save")
+        raise ConfigError(
+            f"{path}: nothing was compiled, so there is nothing to save; leave it out, or"
+            " set run.device to cuda and compile.mode to auto"
+        )
     try:
         write_by_rename(path, framed(data, manifest))
     except OSError as error:

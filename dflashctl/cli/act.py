@@ -151,7 +151,9 @@ def gpus(
 
 def launch(  # noqa: PLR0913 - the options of a verb are its parameters
     ctx: typer.Context,
-    tag: Annotated[str | None, typer.Option("--tag", help="name of the new run")] = None,
+    tag: Annotated[
+        str | None, typer.Option("--tag", metavar="TAG", help="name of the new run")
+    ] = None,
     train: TrainFile = None,
     sets: Sets = None,
     resume: Annotated[

@@ -52,7 +52,7 @@ def logs(
     *,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="go on until the end")] = False,
     num_lines: Annotated[
-        int | None, typer.Option("--lines", "-n", min=0, help="only the last lines")
+        int | None, typer.Option("--lines", "-n", min=0, metavar="N", help="only the last lines")
     ] = None,
 ) -> int:
     """Print the log of a run, byte for byte.
@@ -85,7 +85,7 @@ def status(ctx: typer.Context, tag: MaybeTag = None) -> int:
     """
     from dflashctl.operations.status import status as ask
     from dflashctl.render.document import print_document
-    from dflashctl.render.runs import status_lines, status_table
+    from dflashctl.render.runs import NO_RUNS, status_lines, status_table
 
     options = current(ctx)
     places = options.places() if tag is None else [_locate(options, tag)]
@@ -96,7 +96,7 @@ def status(ctx: typer.Context, tag: MaybeTag = None) -> int:
     elif tag is not None:
         show_text("\n".join(status_lines(run) for run in found.runs))
     else:
-        show_text(status_table(found.runs))
+        show_text(status_table(found.runs) if found.runs else NO_RUNS)
     return _failure_exit(found.failures, len(places), quiet=options.json) or int(failed)
 
 
@@ -108,7 +108,7 @@ def list_runs(
     """List the runs known here or in the containers, oldest first."""
     from dflashctl.operations.runs import list_runs as merge
     from dflashctl.render.document import print_document
-    from dflashctl.render.runs import runs_table
+    from dflashctl.render.runs import NO_RUNS, runs_table
 
     options = current(ctx)
     places = [] if local else options.places()
@@ -116,7 +116,7 @@ def list_runs(
     if options.json:
         print_document(found, ok=not found.failures)
     else:
-        show_text(runs_table(found.runs))
+        show_text(runs_table(found.runs) if found.runs else NO_RUNS)
     return _failure_exit(found.failures, len(places), quiet=options.json)
 
 
@@ -127,7 +127,9 @@ def pull(
     what: Annotated[
         str, typer.Option("--what", help="some of logs,metrics,export,checkpoints", metavar="KINDS")
     ] = "logs,metrics,export",
-    max_gib: Annotated[int, typer.Option("--max-gib", min=1, help="refuse more than this")] = 64,
+    max_gib: Annotated[
+        int, typer.Option("--max-gib", min=1, metavar="GIB", help="refuse more than this")
+    ] = 64,
 ) -> int:
     """Bring the files of a run to runs/TAG, each checked by sha256.
 

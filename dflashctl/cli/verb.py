@@ -79,6 +79,15 @@ class Options:
             recorded = self.runs().place_of(tag)
             if recorded is not None:
                 return inventory.one([recorded])
+            if len(inventory.places) > 1:
+                from dflashctl.errors import UsageError
+
+                raise UsageError(
+                    f"no run {tag} is recorded here, and {len(inventory.places)} containers may"
+                    f" hold it: {', '.join(place.label for place in inventory.places)}",
+                    hint=f"dflashctl runs list; then name its own: --limit"
+                    f" {inventory.places[0].label}",
+                )
         return inventory.one(self.limits)
 
     def connect(self, place: "Place") -> "Transport":

@@ -158,4 +158,7 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         return unframed(content, file)[0]
     except ArtifactsError as error:
-        raise MismatchError(str(error), place=str(file), code="artifacts-damaged") from error
+        hint = "make one on a host of the same kind: dflashctl warmup --save-artifacts FILE"
+        raise MismatchError(
+            str(error), place=str(file), code="artifacts-damaged", hint=hint
+        ) from error

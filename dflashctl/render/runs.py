@@ -9,6 +9,8 @@ from dflashctl.operations.runs import RunRow
 from dflashctl.render.tables import duration, figure, format_table
 from dflashctl.run_status import PlaceFailure, RunStatus
 
+NO_RUNS = "no run is known\n"
+
 
 def outcome(state: str, record: dict[str, Any] | None) -> str:
     """Say how a run stands: ``finished``, ``failed: exit status 1 (the error)``."""

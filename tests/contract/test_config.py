@@ -75,6 +75,7 @@ def test_numbers_are_taken_as_yaml_gives_them() -> None:
         ({"seed": 1.5}, "seed: expected int, got 1.5"),
         ({"seed": True}, "seed: expected int, got True"),
         ({"draft": {"num_taps": None}}, "draft.num_taps: expected int, got None"),
+        ({"run": {"queue_depth": "none"}}, "run.queue_depth: expected int or null, got 'none'"),
     ],
 )
 def test_value_of_the_wrong_kind_is_named_by_its_dotted_key(raw: dict[str, Any], told: str) -> None:

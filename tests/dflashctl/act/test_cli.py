@@ -243,6 +243,22 @@ def test_init_writes_hosts_yaml_that_loads(tmp_path: Path, project: Project) -> 
     assert tmp_path == project.root
 
 
+def test_a_tag_without_a_record_is_named_where_several_containers_may_hold_it(
+    project: Project,
+) -> None:
+    place = "workspace: /w, python: /p, gpus: {target: [0], drafter: [0]}"
+    (project.root / "hosts.yaml").write_text(
+        f"version: 1\nhosts:\n  a:\n    address: a\n    containers:\n"
+        f"      200: {{{place}}}\n      201: {{{place}}}\n"
+    )
+    done = project.run("stop", "fresh8")
+    assert done.returncode == 2
+    assert done.stderr == (
+        "error[usage]: no run fresh8 is recorded here, and 2 containers may hold it: a/200, a/201\n"
+        "  hint: dflashctl runs list; then name its own: --limit a/200\n"
+    )
+
+
 def test_a_wait_is_written_in_seconds_or_with_units() -> None:
     words = {None: 0, "0": 0, "45": 45, "45s": 45, "10m": 600, "2h": 7200, "1d2h3m4s": 93784}
     assert {text: parse_duration(text) for text in words} == words

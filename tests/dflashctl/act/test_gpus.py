@@ -273,7 +273,7 @@ def test_cpu_roles_need_no_gpu_and_a_mixture_is_refused() -> None:
     assert len(cpu_roles(container(("cpu",), ("cpu", "cpu")))) == 3
     with pytest.raises(ConfigurationError, match="mixes cpu and GPUs"):
         uses_gpus(container(("cpu",), ("1",)))
-    with pytest.raises(ConfigurationError, match="no GPUs for both roles"):
+    with pytest.raises(ConfigurationError, match=r"no GPU for the role target$"):
         uses_gpus(container((), ("1",)))
 
 

@@ -34,10 +34,12 @@ def build(kind: type[Any], raw: Any, path: str) -> Any:
 def _convert(hint: Any, value: Any, path: str) -> Any:
     if is_dataclass(hint) and isinstance(hint, type):
         return build(hint, value, path)
+    or_null = ""
     if get_origin(hint) in (Union, types.UnionType):
         if value is None:
             return None
         hint = next(h for h in get_args(hint) if h is not type(None))
+        or_null = " or null"
     if get_origin(hint) is dict:
         return _paths(value, path)
     if get_origin(hint) is tuple:
@@ -53,7 +55,7 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         with contextlib.suppress(ValueError):
             value = float(value)
     if type(value) is not hint:
-        raise ConfigError(f"{path}: expected {hint.__name__}, got {value!r}")
+        raise ConfigError(f"{path}: expected {hint.__name__}{or_null}, got {value!r}")
     if hint is float and not math.isfinite(value):
         raise ConfigError(f"{path}: expected a finite number, got {value!r}")
     return value

@@ -123,6 +123,7 @@ class ChannelRun:
                     raise
                 if time.monotonic() > end_s:
                     raise paramiko.ChannelException(_CONNECT_FAILED, str(error)) from error
+                self._limits.check()
                 time.sleep(_RETRY_S)
 
     def _read(self, channel: "paramiko.Channel", sinks: Sinks, stderr: threading.Thread) -> None:

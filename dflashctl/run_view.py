@@ -4,7 +4,9 @@ Times given as ``mono_s`` come from the watcher's own monotonic clock; times of 
 container's clock, which heartbeats carry, so a wrong clock on either side changes no age.
 """
 
+import math
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -117,7 +119,7 @@ class RunView:
 
     def _take_event(self, event: dict[str, Any]) -> None:
         self.num_events += 1
-        self._event_unix_s = float(event.get("t_unix_s") or 0.0)
+        self._event_unix_s = _number(event.get("t_unix_s")) or 0.0
         kind = event["kind"]
         if kind == "step":
             self._take_step(event)
@@ -141,13 +143,13 @@ class RunView:
         self.compile_s += _number(event.get("compile_s")) or 0.0
         if event.get("sealed") or event.get("expected") is False or event.get("fallback"):
             self.num_late_compiles += 1
-            reasons = event.get("reasons") or ["a shape that the warm-up did not have"]
-            what = "ran uncompiled" if event.get("fallback") else str(reasons[0])
+            reasons = _texts(event.get("reasons")) or ["a shape that the warm-up did not have"]
+            what = "ran uncompiled" if event.get("fallback") else reasons[0]
             self.late_compile = f"{event.get('thread')} for {event.get('key')}: {what}"
 
     def _take_step(self, event: dict[str, Any]) -> None:
         self.step = event
-        self.experiments = [str(name) for name in event.get("experiments") or []]
+        self.experiments = _texts(event.get("experiments"))
         loss = _number(event.get("loss"))
         if loss is None:
             self.num_non_finite += 1
@@ -221,9 +223,16 @@ class RunView:
 
 
 def _number(value: Any) -> float | None:
+    """Read a figure of an event; None for what is none, or too large for one."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value)
+    with suppress(OverflowError):
+        return float(value) if math.isfinite(value) else None
+    return None
+
+
+def _texts(value: Any) -> list[str]:
+    return [str(text) for text in value] if isinstance(value, list) else []
 
 
 def _by_device(value: Any) -> dict[str, float | None]:

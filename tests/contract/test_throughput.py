@@ -110,3 +110,22 @@ def test_pauses_and_clocks_that_jump_are_no_fall() -> None:
         run.at_s -= 4000.0  # the clock was set back
         assert run.steps(1, 12_800) is None
     assert run.steps(6, 4_400) is not None
+
+
+def test_a_fall_is_told_as_soon_after_the_clock_was_set_back_or_forth() -> None:
+    for moved_s in (-3600.0, 3600.0):
+        run = Run()
+        run.steps(60, 12_800)
+        run.at_s += moved_s
+        assert run.steps(20, 12_800) is None
+        told_s = run.steps(10, 4_400)
+        assert told_s is not None
+        assert told_s < 60
+
+
+@pytest.mark.parametrize("far_s", [1e20, 1e300, float("inf")])
+def test_moments_that_no_clock_shows_are_no_error(far_s: float) -> None:
+    run = Run()
+    run.steps(60, 12_800)
+    run.at_s = far_s
+    run.steps(5, 12_800)

@@ -78,6 +78,9 @@ class Throughput:
     def note(self, at_s: float, tokens_total: float) -> None:
         """Take the tokens trained on since the run began, at ``at_s`` of the clock."""
         if self._last is not None:
+            if at_s < self._last[0]:  # the clock was set back: what came before has no place in it
+                self._recent.clear()
+                self._pending.clear()
             seconds = at_s - self._last[0] - self._pause_s
             if 0 <= seconds < _SHORTEST_S:
                 return
@@ -106,7 +109,7 @@ class Throughput:
 
     def _remember(self, now: _Rates) -> None:
         self._pending.append(now)
-        while self._pending[0].at_s <= now.at_s - RECENT_S:
+        while len(self._pending) > 1 and self._pending[0].at_s <= now.at_s - RECENT_S:
             self._usual.append(self._pending.popleft())
 
     def _is_low(self, now: _Rates) -> bool:
@@ -121,5 +124,5 @@ class Throughput:
 def _together(intervals: deque[_Interval]) -> float:
     """Return the rate of all but the slowest: a hiccup is no fall."""
     slowest = min(intervals, key=lambda one: one.rate)
-    tokens = sum(one.tokens for one in intervals) - slowest.tokens
-    return tokens / (sum(one.seconds for one in intervals) - slowest.seconds)
+    others = [one for one in intervals if one is not slowest]
+    return sum(one.tokens for one in others) / sum(one.seconds for one in others)

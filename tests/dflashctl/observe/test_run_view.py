@@ -86,6 +86,23 @@ def test_a_drop_of_throughput_is_told_within_a_minute_against_the_runs_own_basel
     assert view.alerts(0.0) == [Alert("throughput", "1.33 Ktok/s, 33 % of this run's own 4.00")]
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"t_unix_s": "now"},
+        {"t_unix_s": 10**400, "tokens_total": 10**400},
+        {"t_unix_s": float("inf"), "tokens_total": float("nan")},
+        {"tokens_total": None, "step_s": [3.0], "experiments": 5},
+        {"kind": "compile", "sealed": True, "reasons": 5, "compile_s": 10**400},
+    ],
+)
+def test_figures_that_are_none_are_passed_over(view: RunView, wrong: dict[str, object]) -> None:
+    _steps(view, 1, [3.0] * 40)
+    for number in range(41, 46):
+        view.update(RunEvent(step(number).event | wrong), 0.0)
+    assert [alert.kind for alert in view.alerts(0.0) if alert.kind != "compile"] == []
+
+
 def test_one_slow_step_is_no_drop(view: RunView) -> None:
     _steps(view, 1, [3.0] * 40 + [120.0])
     assert view.alerts(0.0) == []

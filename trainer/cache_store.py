@@ -10,7 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from trainer import torch_compiler
-from trainer.contract.compile_artifacts import framed, require_kind, unframed
+from trainer.contract.compile_artifacts import (
+    content_of,
+    framed,
+    may_be_written,
+    require_kind,
+    unframed,
+)
 from trainer.contract.durable import write_by_rename
 from trainer.contract.errors import ConfigError
 from trainer.contract.manifest import Manifest
@@ -74,7 +80,7 @@ def save(path: Path, manifest: Manifest) -> int:
 
 def require_place(path: Path) -> None:
     """Refuse a file that could not be written at the end of a warm-up. Raises: ConfigError."""
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
+    if not may_be_written(path):
         raise ConfigError(f"{path}: no file can be written there; name one in a directory of yours")
 
 
@@ -85,7 +91,7 @@ def load(path: Path, manifest: Manifest) -> int:
     when it cannot be read.
     """
     try:
-        content = path.read_bytes()
+        content = content_of(path)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     told, data = unframed(content, path)

@@ -15,7 +15,12 @@ from dflashctl.gpu_roles import Ways
 from dflashctl.rehearsal import Rehearsal, Report, rehearse
 from dflashctl.remote_run import Code
 from dflashctl.transport import Transport
-from trainer.contract.compile_artifacts import require_kind, unframed
+from trainer.contract.compile_artifacts import (
+    content_of,
+    may_be_written,
+    require_kind,
+    unframed,
+)
 from trainer.contract.config import TrainConfig
 from trainer.contract.durable import sync
 from trainer.contract.errors import ArtifactsError
@@ -71,7 +76,7 @@ def require_files(request: WarmupRequest) -> None:
     if request.load is not None:
         _read(request.load)
     save = request.save
-    if save is not None and (save.is_dir() or not os.access(save.parent, os.W_OK)):
+    if save is not None and not may_be_written(save):
         raise UsageError(
             f"{save}: no file can be written there",
             hint="--save-artifacts FILE, in a directory of yours",
@@ -152,7 +157,7 @@ def _keep(inside: Transport, source: str, file: Path, on_bytes: Callable[[int], 
 def _read(file: Path) -> dict[str, Any]:
     """Return the head of a file of compile caches that is whole."""
     try:
-        content = file.read_bytes()
+        content = content_of(file)
     except OSError as error:
         raise UsageError(f"{file}: {error.strerror}", hint=f"ls {file.parent}") from error
     try:

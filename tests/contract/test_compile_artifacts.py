@@ -1,12 +1,19 @@
 """A file of compile caches: whole or refused, and for hosts of its own kind alone."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from trainer.contract.compile_artifacts import framed, require_kind, unframed
+from trainer.contract.compile_artifacts import (
+    content_of,
+    framed,
+    may_be_written,
+    require_kind,
+    unframed,
+)
 from trainer.contract.errors import ArtifactsError
 from trainer.contract.manifest import Gpu, Manifest
 
@@ -69,3 +76,22 @@ def test_artefacts_that_are_not_whole_are_refused() -> None:
             unframed(cut, PATH)
     with pytest.raises(ArtifactsError, match="is no file that warmup --save-artifacts has written"):
         unframed(b"PK" + content, PATH)
+
+
+def test_a_file_takes_the_place_of_a_file_alone(tmp_path: Path) -> None:
+    old, pipe = tmp_path / "old.bin", tmp_path / "pipe"
+    old.write_bytes(b"caches")
+    os.mkfifo(pipe)
+    assert may_be_written(old)
+    assert may_be_written(tmp_path / "new.bin")
+    for path in (tmp_path, pipe, tmp_path / ("n" * 300), tmp_path / "no" / "new.bin"):
+        assert not may_be_written(path)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match="Not a file"):
+        content_of(pipe)
+    (tmp_path / "caches.bin").write_bytes(b"caches")
+    assert content_of(tmp_path / "caches.bin") == b"caches"

@@ -4,8 +4,10 @@ The trainer writes and loads it; dflashctl looks into it before it sends one. To
 back as Python objects, so nobody should load a file that he has not made.
 """
 
+import errno
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,25 @@ from trainer.contract.errors import ArtifactsError
 from trainer.contract.manifest import Manifest
 
 _MAGIC = b"DFLASH-CACHE 1\n"
+
+
+def may_be_written(path: Path) -> bool:
+    """Say whether a file can appear at ``path`` by rename, and takes the place of none but a file.
+
+    A device or a pipe would be replaced by it.
+    """
+    try:
+        is_free = path.is_file() or not path.exists()
+    except OSError:  # too long a name
+        return False
+    return is_free and os.access(path.parent, os.W_OK)
+
+
+def content_of(path: Path) -> bytes:
+    """Return what a file holds. Raises: OSError; for a pipe or a device, too, which have no end."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise OSError(errno.EINVAL, "Not a file", str(path))
+    return path.read_bytes()
 
 
 def framed(data: bytes, manifest: Manifest) -> bytes:

@@ -310,7 +310,10 @@ def test_caches_of_a_warm_up_are_kept_here_and_offered_to_the_next(
         (("--load-artifacts", "c.bin"), None, 2, "error[usage]: c.bin: No such file"),
         (("--load-artifacts", "c.bin"), b"PK", 7, "error[artifacts-damaged]: c.bin: c.bin is no"),
         (("--save-artifacts", "no/c.bin"), None, 2, "error[usage]: no/c.bin: no file can be"),
+        (("--load-artifacts", "/dev/zero"), None, 2, "error[usage]: /dev/zero: Not a file"),
         (("--save-artifacts", "."), None, 2, "error[usage]: .: no file can be written there"),
+        (("--save-artifacts", "/dev/null"), None, 2, "error[usage]: /dev/null: no file can be"),
+        (("--save-artifacts", "n" * 300), None, 2, f"error[usage]: {'n' * 300}: no file can be"),
     ],
 )
 def test_files_of_caches_are_looked_at_before_anything_is_asked(

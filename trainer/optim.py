@@ -350,16 +350,28 @@ class DraftOptimizer:
         if state and self._fused:
             self._hold()
         for full_name, tensor in state.items():
-            name, _, key = full_name.rpartition("/")
-            if name not in self._names or key not in _STATE_KEYS:
-                raise CheckpointError(f"optimiser state of an unknown parameter: {full_name}")
-            master = self._masters.handles[self._names.index(name)]
+            place, key = self._place_of_state(full_name, tensor.shape)
+            master = self._masters.handles[place]
             owner = self._owner(master)
             if self._fused:  # its tensors are views of flat ones
                 owner.state[master][key].copy_(tensor)
                 continue
             on_host = key == "step" and not owner.defaults.get("fused", False)
             owner.state[master][key] = tensor.to("cpu" if on_host else master.device, copy=True)
+
+    def _place_of_state(self, full_name: str, shape: torch.Size) -> tuple[int, str]:
+        """Return the place and key of an optimiser's tensor. Raises: CheckpointError."""
+        name, _, key = full_name.rpartition("/")
+        if name not in self._names or key not in _STATE_KEYS:
+            raise CheckpointError(f"optimiser state of an unknown parameter: {full_name}")
+        place = self._names.index(name)
+        own = torch.Size() if key == "step" else self._layout.shapes[place]
+        if shape != own:
+            raise CheckpointError(
+                f"optimiser state: {full_name} has shape {tuple(shape)}, this model's has"
+                f" {tuple(own)}"
+            )
+        return place, key
 
     def describe(self) -> list[str]:
         """Return one line a parameter group: optimiser, tensors, numbers, learning rate."""

@@ -264,3 +264,5 @@ def test_checkpoint_of_another_model_is_refused_by_name_and_shape() -> None:
         optimizer.load({"weight": torch.ones(2, 1)}, {})
     with pytest.raises(CheckpointError, match="unknown parameter: weight/velocity"):
         optimizer.load({"weight": torch.ones(1, 1)}, {"weight/velocity": torch.ones(1)})
+    with pytest.raises(CheckpointError, match=r"weight/exp_avg has shape \(1,\), this model's has"):
+        optimizer.load({"weight": torch.ones(1, 1)}, {"weight/exp_avg": torch.ones(1)})

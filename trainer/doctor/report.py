@@ -192,7 +192,7 @@ def _devices(
     target: Target | None,
 ) -> dict[str, room.DeviceFacts]:
     """Return the memory of one device of each role; all devices of a role hold the same."""
-    cards = [room.Card("", "not asked", None)] * 2
+    cards = [room.Card("", "a device that was not asked", None)] * 2
     if target is not None:
         devices = assembly.devices_of(manifest, config)
         cards = [room.Card.of(d) for d in (devices.targets[0], devices.drafters[0])]

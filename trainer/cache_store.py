@@ -67,15 +67,20 @@ def save(path: Path, manifest: Manifest) -> int:
     """
     data = torch_compiler.save_artifacts()
     if data is None:
-        raise ConfigError(
-            f"{path}: nothing was compiled, so there is nothing to save; leave it out, or"
-            " set run.device to cuda and compile.mode to auto"
-        )
+        raise nothing_to_save(path)
     try:
         write_by_rename(path, framed(data, manifest))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     return len(data)
+
+
+def nothing_to_save(path: Path) -> ConfigError:
+    """Return the error of a warm-up that compiles nothing."""
+    return ConfigError(
+        f"{path}: nothing is compiled, so there is nothing to save; leave it out, or"
+        " set run.device to cuda and compile.mode to auto"
+    )
 
 
 def require_place(path: Path) -> None:

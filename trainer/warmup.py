@@ -63,6 +63,8 @@ def _fill(manifest: Manifest, config: TrainConfig, options: WarmupOptions) -> No
     began = time.monotonic()
     if options.save is not None:
         cache_store.require_place(options.save)
+        if not assembly.compiles(config):
+            raise cache_store.nothing_to_save(options.save)
     if options.load is not None:
         size = cache_store.load(options.load, manifest)
         _say("warmup_artifacts", loaded=str(options.load), size_bytes=size)

@@ -92,13 +92,14 @@ def test_artefacts_that_torch_cannot_read_are_refused(make_run: MakeRun, tmp_pat
         cache_store.load(path, manifest)
 
 
-def test_warm_up_that_compiled_nothing_has_nothing_to_save(
+def test_saving_is_refused_before_a_warm_up_that_compiles_nothing(
     make_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "caches.bin"
     assert main(["warmup", "--run-dir", str(make_run()), "--save-artifacts", str(path)]) == 2
-    told = capsys.readouterr().err
-    assert "nothing was compiled, so there is nothing to save; leave it out, or" in told
+    told = capsys.readouterr()
+    assert "nothing is compiled, so there is nothing to save; leave it out, or" in told.err
+    assert told.out == ""  # nothing was loaded for it
     assert not path.exists()
 
 

@@ -58,9 +58,7 @@ class RunState:
             self.evaluations.forget_after(0)
             return None
         state = checkpoint.load(self._found)
-        changes = state.check_identity(
-            self.identity, assembly.may_change, assembly.default_facts()
-        )
+        changes = state.check_identity(self.identity, assembly.may_change, assembly.default_facts())
         for change in changes:
             self._metrics.warning(f"changed since the checkpoint: {change}")
         self._metrics.phase("resume", step=state.step, path=self._found.name)

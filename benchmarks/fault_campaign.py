@@ -1,6 +1,6 @@
 """Seeded random faults under dflashctl at work, on the lab, and what has to hold after each.
 
-    python -m benchmarks.fault_campaign [--seed 0] [--num 340] [--only STEP] [--minutes M]
+    python -m benchmarks.fault_campaign [--seed 0] [--num 420] [--only STEP] [--minutes M]
     python -m benchmarks.fault_campaign --seed S --case N
 
 A case is one command (deploy, launch, follow, stop or pull) with one fault at a random moment. Then
@@ -43,7 +43,7 @@ from trainer.contract.completion import digest_file
 FOLLOWED_STEPS = 150  # of 20 ms: a follow lasts about 3 s
 EXPORT_BYTES = 30_000_000
 # The longest moment of a step at which its fault comes, in seconds: about what it takes alone.
-MOMENTS_S = {"deploy": 0.9, "launch": 2.2, "follow": 3.5, "stop": 1.1, "pull": 1.2}
+MOMENTS_S = {"deploy": 0.6, "launch": 1.4, "follow": 3.3, "stop": 0.8, "pull": 0.6}
 STEPS = tuple(MOMENTS_S)
 # Shares. Those of the first line begin with the command, the others at a random moment of it.
 EARLY = ("latency", "locale_warning", "noise", "banner", "lock", "skew", "ro_root", "gpu")
@@ -436,7 +436,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--num", type=int, default=340, help="cases")
+    parser.add_argument("--num", type=int, default=420, help="cases")
     parser.add_argument("--case", type=int, nargs="+", help="these cases of the seed alone")
     parser.add_argument("--only", choices=STEPS)
     parser.add_argument("--minutes", type=float, default=60.0, help="begin no case after this")

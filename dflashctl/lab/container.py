@@ -24,6 +24,10 @@ while :; do sleep 3600 & wait $!; done
 """
 
 
+# A stop while lxc-attach enters leaves empty cgroups behind, and LXC starts in none that exists.
+_FORGET = "find /sys/fs/cgroup -depth -type d \\( {} \\) -exec rmdir {{}} + 2>/dev/null; true"
+
+
 @dataclass(frozen=True)
 class Bind:
     """A path of this machine, where a container sees it, and whether it may write there."""
@@ -80,6 +84,8 @@ class Container:
     def lxc_config(self) -> str:
         """What lxc-start reads."""
         cgroup = f"{self._cgroup}/lxc/{self.vmid}"
+        monitor = f"{self._cgroup}/lxc.monitor/{self.vmid}"
+        left = (f'-path "*/{top}{below}"' for top in (cgroup, monitor) for below in ("", "/*"))
         entries = [
             "shm dev/shm tmpfs rw,nosuid,nodev,create=dir",
             f"{self.root}/workspace workspace none bind,create=dir",
@@ -97,8 +103,9 @@ class Container:
             "lxc.net.0.flags = up",
             f"lxc.cgroup.dir.container = {cgroup}",
             "lxc.cgroup.dir.container.inner = ns",
-            f"lxc.cgroup.dir.monitor = {self._cgroup}/lxc.monitor/{self.vmid}",
+            f"lxc.cgroup.dir.monitor = {monitor}",
             f"lxc.cgroup.dir.monitor.pivot = {self._cgroup}/pivot",
+            f"lxc.hook.pre-start = sh -c '{_FORGET.format(' -o '.join(left))}'",
             "lxc.apparmor.profile = unconfined",
             "lxc.mount.auto = proc:mixed sys:mixed cgroup:mixed",
             "lxc.tty.max = 2",

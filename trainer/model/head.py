@@ -13,7 +13,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from trainer.model import scaled_head
-from trainer.model.scaled_head import ScaledHead, kernels_for, padded, scale_rows
+from trainer.model.logits import kernels_for, logits_memory, padded, score
+from trainer.model.scaled_head import ScaledHead, scale_rows
 
 # (cross-entropies [m], given weights [m]) -> weights [m]; the rows are whole blocks.
 Weigh = Callable[[Tensor, Tensor], Tensor]
@@ -87,16 +88,6 @@ def rows_at_once(head: Tensor) -> int:
     size = head.element_size()
     each = size if head.is_cuda else 2 * size + torch.float32.itemsize
     return max(1, CHUNK_BYTES // (len(head) * each))
-
-
-def logits_memory(parts: list[slice], num_columns: int, like: Tensor) -> Tensor:
-    """Return memory for the logits of the longest of the chunks. Shapes: [m, num_columns].
-
-    Its rows begin aligned: products and kernels are as fast, and compile once, for any number of
-    columns.
-    """
-    most = max((part.stop - part.start for part in parts), default=0)
-    return like.new_empty(most, padded(num_columns))[:, :num_columns]
 
 
 @dataclass(frozen=True)
@@ -174,7 +165,7 @@ class Products:
             made = chunk_loss(logits, labels, given, how)
             torch.mm(made.steep, self._head, out=out)
             return made
-        found = scaled_head.score(logits, labels)
+        found = score(logits, labels)
         weights = how.weights(found.entropy, given)
         shares = self._shares[: len(logits)]
         scales = scaled_head.shares(logits, found, labels, weights, shares)

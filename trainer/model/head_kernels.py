@@ -14,8 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from trainer.device import current_device
+from trainer.model.logits import Score
 from trainer.model.row_scaled import LARGEST, SMALLEST
-from trainer.model.scaled_head import LEAST_REST, Score
+from trainer.model.scaled_head import LEAST_REST
 
 _LOAD_BYTES = 16  # the widest load of a thread
 _GROUPS = 512  # loads of a program in flight: two a thread

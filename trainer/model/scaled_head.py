@@ -6,20 +6,17 @@ cancels in a row that is nearly right, and is added in fp32. On CUDA the work ar
 is Triton's; elsewhere plain PyTorch does the same.
 """
 
-import functools
-import importlib.util
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainer.contract.config import HEAD_FP8
 from trainer.model import row_scaled
+from trainer.model.logits import Score, kernels_for, padded
 from trainer.model.row_scaled import LARGEST, RowScaled
 
 OFF, LOGITS, BOTH = HEAD_FP8
-ROW_UNIT = 16  # elements; FP8 products take multiples, and rows of logits begin aligned
 # Sums in a Hopper's 14 bits lose what they cut off: of 5,120 terms large logits come out 0.7 % too
 # small, which is 0.06 of the loss. The gradient's sums are over a whole vocabulary.
 _FAST = False
@@ -27,51 +24,9 @@ _FAST = False
 LEAST_REST = 2.0**-14
 
 
-@functools.cache
-def _kernels() -> Any:
-    """Return the module of Triton's kernels; None where there is no Triton."""
-    if importlib.util.find_spec("triton") is None:
-        return None
-    from trainer.model import head_kernels  # noqa: PLC0415 - needs Triton
-
-    return head_kernels
-
-
-def kernels_for(tensor: Tensor) -> Any:
-    """Return the module of Triton's kernels where they serve ``tensor``, else None."""
-    return _kernels() if tensor.is_cuda else None
-
-
-def padded(num_columns: int) -> int:
-    """Return the width of memory for rows of so many columns."""
-    return -(-num_columns // ROW_UNIT) * ROW_UNIT
-
-
-@dataclass(frozen=True)
-class Score:
-    """What a reading of logits gives.
-
-    Shapes: entropy [m] against the labels, total [m] logs of the sums, both fp32; best [m] columns.
-    """
-
-    entropy: Tensor
-    total: Tensor
-    best: Tensor
-
-
-def score(logits: Tensor, labels: Tensor) -> Score:
-    """Return entropies, logs of the sums and best columns. Shapes: logits [m, V], labels [m]."""
-    kernels = kernels_for(logits)
-    if kernels is not None:
-        return Score(*kernels.score(logits, labels))
-    total = logits.float().logsumexp(-1)
-    wanted = logits.gather(1, labels[:, None]).squeeze(1)
-    return Score(total - wanted, total, logits.argmax(-1))
-
-
 @dataclass(frozen=True)
 class ScaledHead:
-    """A head [V, D] in FP8; W is V rounded up to ROW_UNIT, what that adds is zero.
+    """A head [V, D] in FP8; W is V rounded up by ``padded``, what that adds is zero.
 
     Shapes: rows.values [W, D], rows.scales [1, W], columns.values [D, W], columns.scales [1, D];
     columns None: the gradient stays in bfloat16.

@@ -11,6 +11,7 @@ from trainer.loss import dpace_weights
 from trainer.model import row_scaled, scaled_head
 from trainer.model.head import HeadPass, head_loss
 from trainer.model.head_proof import compare, made_up_rows, scaled_head_of
+from trainer.model.logits import padded, score
 from trainer.model.scaled_head import BOTH, LOGITS, ScaledHead
 from trainer.model.target import FrozenHead
 
@@ -203,14 +204,14 @@ def test_rows_are_scaled_and_rounded_as_by_plain_torch(num_rows: int, width: int
 @needs_fp8
 @pytest.mark.parametrize(("num_rows", "num_columns"), [(1, 1), (5, 4096), (4, 4097), (133, 11003)])
 def test_shares_are_the_softmax_without_the_label(num_rows: int, num_columns: int):
-    width = scaled_head.padded(num_columns)
+    width = padded(num_columns)
     logits = _logits(num_rows, num_columns, torch.bfloat16, aligned=True)
     labels = torch.randint(num_columns, (num_rows,), device="cuda")
     labels[-1] = logits[-1].argmax()
     weights = torch.rand(num_rows, device="cuda")
     weights[num_rows // 2] = 0
     out = torch.full((num_rows, width), 9.0, device="cuda").to(torch.float8_e4m3fn)
-    found = scaled_head.score(logits, labels)
+    found = score(logits, labels)
     scales = scaled_head.shares(logits, found, labels, weights, out)
     wide = logits.double().softmax(-1).scatter(1, labels[:, None], 0.0)
     made = out.double() * scales.double()

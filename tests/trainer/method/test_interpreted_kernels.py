@@ -11,6 +11,7 @@ from trainer.model import row_scaled, scaled_head, target_layers
 from trainer.model.attention import SdpaAttention
 from trainer.model.attention_proof import prove_spans
 from trainer.model.draft import DraftConfig
+from trainer.model.logits import Score, padded, score
 from trainer.model.masks import BlockLayout, MaskRule
 from trainer.model.spans import Spans, span_tensors
 
@@ -117,16 +118,16 @@ def test_shares_and_the_labels_part_are_those_of_plain_torch(num_columns: int):
     from trainer.model import head_kernels  # noqa: PLC0415 - needs Triton
 
     torch.manual_seed(0)
-    memory = (torch.randn(5, scaled_head.padded(num_columns)) * 3).bfloat16()
+    memory = (torch.randn(5, padded(num_columns)) * 3).bfloat16()
     memory[:, num_columns:] = torch.inf  # what stands behind the logits is never read
     logits = memory[:, :num_columns]
     labels = torch.tensor([0, 5, 6, num_columns - 1, 3])
     logits[3, -1] = 30.0  # nearly sure, and right
-    weights, found = torch.tensor([1.0, 0.0, 0.5, 1.0, 2.0]), scaled_head.score(logits, labels)
-    score = scaled_head.Score(*head_kernels.score(logits, labels))
+    weights, found = torch.tensor([1.0, 0.0, 0.5, 1.0, 2.0]), score(logits, labels)
+    read = Score(*head_kernels.score(logits, labels))
     ours = torch.full(memory.shape, 9.0).to(torch.float8_e4m3fn)
     wanted = ours.clone()
-    scales = head_kernels.shares(logits, score, labels, weights, ours)
+    scales = head_kernels.shares(logits, read, labels, weights, ours)
     wanted_scales = scaled_head.shares(logits, found, labels, weights, wanted)
     torch.testing.assert_close(scales, wanted_scales, rtol=1e-4, atol=0)
     _near_in_fp8(ours, wanted)

@@ -17,6 +17,7 @@ from trainer.model import row_scaled, scaled_head
 from trainer.model.draft import DraftConfig, DraftModel
 from trainer.model.head import HeadPass, Products, head_loss
 from trainer.model.head_proof import compare, made_up_rows, scaled_head_of
+from trainer.model.logits import score
 from trainer.model.scaled_head import BOTH, LOGITS, ScaledHead
 from trainer.model.target import FrozenHead
 
@@ -82,7 +83,7 @@ def test_shares_leave_the_label_out_and_are_exact_at_the_largest_of_the_others()
     # softmax of logs: 5/8 is the label's in the first row, 1/4 the next; 1/8 the label's below
     logits = torch.tensor([[5.0, 2, 1], [5, 1, 2]]).div(8).log().bfloat16()
     labels, weights = torch.tensor([0, 1]), torch.tensor([2.0, 0.5])
-    found = scaled_head.score(logits, labels)
+    found = score(logits, labels)
     out = torch.full((2, 16), 9.0).to(torch.float8_e4m3fn)
     scales = scaled_head.shares(logits, found, labels, weights, out)
     # beside a label that is best there is 3/8 at most; else the best share is the largest

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from trainer.contract.config import LossConfig
 from trainer.model.draft_config import DraftConfig
-from trainer.model.head import HeadPass, Products, chunk_loss, logits_memory
+from trainer.model.head import HeadPass, Products, chunk_loss
+from trainer.model.logits import logits_memory
 from trainer.model.target import FrozenHead
 from trainer.model.variants.variant import (
     HEAD_CHUNK_ROWS,

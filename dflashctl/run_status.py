@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflashctl.errors import DflashctlError, PartialError, UsageError
-from dflashctl.inventory import Host, Place
+from dflashctl.inventory import Host, Place, by_host
 from dflashctl.program import Program, run_program
 from dflashctl.transport import enter
 from dflashctl.transport.base import NO_SESSION, Transport
-from dflashctl.transport.crowd import at_once
+from dflashctl.transport.parallel import at_once
 from trainer.contract.layout import check_tag
 
 MAX_HOSTS_AT_ONCE = 8  # sshd's MaxStartups drops connections at random beyond ten
@@ -86,25 +86,24 @@ def read_statuses(
     A host is one connection, over which its containers are asked at the same time; a host or a
     container that fails does not stop the others.
     """
-    hosts: dict[str, list[Place]] = {}
-    for place in places:
-        hosts.setdefault(place.host.name, []).append(place)
 
-    def ask_host(of_host: list[Place]) -> list[_Answer]:
-        return _ask_host(of_host, reach, tags)
+    def ask_host(one: tuple[Host, list[Place]]) -> list[_Answer]:
+        return _ask_host(*one, reach, tags)
 
-    by_host = at_once(ask_host, hosts.values(), MAX_HOSTS_AT_ONCE, "status")
-    answers = [answer for host in by_host for answer in host]
+    told = at_once(ask_host, by_host(places), MAX_HOSTS_AT_ONCE, "status")
+    answers = [answer for of_host in told for answer in of_host]
     return Statuses(
         runs=tuple(run for answer in answers if isinstance(answer, list) for run in answer),
         failures=tuple(answer for answer in answers if isinstance(answer, PlaceFailure)),
     )
 
 
-def _ask_host(places: list[Place], reach: Reach, tags: Sequence[str] | None) -> list[_Answer]:
+def _ask_host(
+    host: Host, places: list[Place], reach: Reach, tags: Sequence[str] | None
+) -> list[_Answer]:
     """Ask the containers of one host; when it cannot be reached, that is the answer of each."""
     try:
-        node = reach(places[0].host)
+        node = reach(host)
         with closing(node):
             node.open()
             answers = at_once(

@@ -6,7 +6,7 @@ from dflashctl.inventory.hosts_file import (
     load_inventory,
     parse_inventory,
 )
-from dflashctl.inventory.model import Container, Expect, Host, Inventory, Place
+from dflashctl.inventory.model import Container, Expect, Host, Inventory, Place, by_host
 from dflashctl.inventory.starter import STARTER
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "Host",
     "Inventory",
     "Place",
+    "by_host",
     "find_inventory",
     "load_inventory",
     "parse_inventory",

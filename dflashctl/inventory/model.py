@@ -3,7 +3,7 @@
 import difflib
 import fnmatch
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -94,6 +94,14 @@ class Place:
     def label(self) -> str:
         """``kpro6/200``."""
         return self.container.label
+
+
+def by_host(places: Iterable[Place]) -> list[tuple[Host, list[Place]]]:
+    """Return each host once, in the order of its first place, with its places."""
+    hosts: dict[str, tuple[Host, list[Place]]] = {}
+    for place in places:
+        hosts.setdefault(place.host.name, (place.host, []))[1].append(place)
+    return list(hosts.values())
 
 
 @dataclass(frozen=True)

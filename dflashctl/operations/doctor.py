@@ -17,12 +17,12 @@ from dflashctl.diagnosis.laptop import judge_laptop
 from dflashctl.diagnosis.node import judge_node
 from dflashctl.errors import DflashctlError, ExitCode
 from dflashctl.gpu_roles import uses_gpus
-from dflashctl.inventory import Host, Place
+from dflashctl.inventory import Host, Place, by_host
 from dflashctl.program import Program, run_program
 from dflashctl.run_status import MAX_HOSTS_AT_ONCE
 from dflashctl.transport import connect, connect_host, run_script
 from dflashctl.transport.base import Script
-from dflashctl.transport.crowd import at_once
+from dflashctl.transport.parallel import at_once
 
 _COMMAND_S = 15.0  # each command on a node; nvidia-smi without persistence mode takes seconds
 _CHILD_S = 60.0  # importing torch from a cold disk
@@ -69,11 +69,9 @@ class _Examined:
 
 def examine(request: DoctorRequest) -> DoctorResult:
     """Look at the laptop, then at every host of the places; changes nothing."""
-    hosts: dict[str, tuple[Host, list[Place]]] = {}
-    for place in request.places:
-        hosts.setdefault(place.host.name, (place.host, []))[1].append(place)
-    found = judge_laptop(request.inventory, [host for host, _ in hosts.values()])
-    answers = at_once(lambda one: _host(request, *one), hosts.values(), MAX_HOSTS_AT_ONCE, "doctor")
+    hosts = by_host(request.places)
+    found = judge_laptop(request.inventory, [host for host, _ in hosts])
+    answers = at_once(lambda one: _host(request, *one), hosts, MAX_HOSTS_AT_ONCE, "doctor")
     checks = (*found, *(check for answer in answers for check in answer.checks))
     lost = [answer.unreachable for answer in answers if answer.unreachable]
     failed = any(check.status == FAIL for check in checks)

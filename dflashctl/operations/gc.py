@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from dflashctl.errors import DflashctlError
-from dflashctl.inventory import Place
+from dflashctl.inventory import Host, Place, by_host
 from dflashctl.program import Program, run_program
 from dflashctl.run_status import MAX_HOSTS_AT_ONCE, Connect, PlaceFailure
-from dflashctl.transport.crowd import at_once
+from dflashctl.transport.parallel import at_once
 
 _DEADLINE_S = 3600.0  # a plan reads the checkpoints that stay; a removal may free many gigabytes
 
@@ -141,20 +141,17 @@ def _each(
     places: Sequence[Place], ask: Callable[[Place], Answer]
 ) -> tuple[list[Answer], list[PlaceFailure]]:
     """Ask hosts at once, the containers of a host one after another."""
-    hosts: dict[str, list[Place]] = {}
-    for place in places:
-        hosts.setdefault(place.host.name, []).append(place)
 
-    def ask_host(of_host: list[Place]) -> list[Answer | PlaceFailure]:
+    def ask_host(one: tuple[Host, list[Place]]) -> list[Answer | PlaceFailure]:
         answers: list[Answer | PlaceFailure] = []
-        for place in of_host:
+        for place in one[1]:
             try:
                 answers.append(ask(place))
             except DflashctlError as error:
                 answers.append(PlaceFailure.of(place.container.label, error))
         return answers
 
-    by_host = at_once(ask_host, hosts.values(), MAX_HOSTS_AT_ONCE, "gc")
-    found = [one for answers in by_host for one in answers]
+    told = at_once(ask_host, by_host(places), MAX_HOSTS_AT_ONCE, "gc")
+    found = [one for answers in told for one in answers]
     failures = [one for one in found if isinstance(one, PlaceFailure)]
     return [one for one in found if not isinstance(one, PlaceFailure)], failures

@@ -7,11 +7,11 @@ from dflashctl.command import pct_exec
 from dflashctl.errors import DflashctlError, ExitCode
 from dflashctl.gpu_roles import CPU, lost_inside, unexpected
 from dflashctl.gpus import GpuState, Probe, View, probe
-from dflashctl.inventory import Container, Host, Place
+from dflashctl.inventory import Container, Host, Place, by_host
 from dflashctl.run_status import MAX_HOSTS_AT_ONCE
 from dflashctl.transport import connect, connect_host
 from dflashctl.transport.base import Transport
-from dflashctl.transport.crowd import at_once
+from dflashctl.transport.parallel import at_once
 
 _LIST = ("timeout", "-k", "2", "10", "nvidia-smi", "-L")
 
@@ -54,14 +54,13 @@ def look_at_gpus(
 
     inside: have the node ask its containers as well, whether they see their GPUs.
     """
-    hosts: dict[str, tuple[Host, list[Container]]] = {}
-    for place in places:
-        hosts.setdefault(place.host.name, (place.host, []))[1].append(place.container)
 
-    def ask(one: tuple[Host, list[Container]]) -> HostGpus:
-        return _ask(*one, accept_new=accept_new, inside=inside)
+    def ask(one: tuple[Host, list[Place]]) -> HostGpus:
+        host, of_host = one
+        containers = [place.container for place in of_host]
+        return _ask(host, containers, accept_new=accept_new, inside=inside)
 
-    return at_once(ask, hosts.values(), MAX_HOSTS_AT_ONCE, "gpus")
+    return at_once(ask, by_host(places), MAX_HOSTS_AT_ONCE, "gpus")
 
 
 def _ask(host: Host, containers: list[Container], *, accept_new: bool, inside: bool) -> HostGpus:

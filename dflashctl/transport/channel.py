@@ -19,15 +19,13 @@ from dflashctl.transport.base import (
     Finished,
     Sink,
 )
-from dflashctl.transport.child import Limits, Sinks
+from dflashctl.transport.child import CHUNK_BYTES, PAUSE_S, Limits, Sinks
 
 if TYPE_CHECKING:
     import paramiko
 
-_CHUNK_BYTES = 256 * 1024
 _PACKET_BYTES = 32 * 1024  # what a channel sends at once
 _TICK_S = 0.1
-_PAUSE_S = 0.005  # until a source of stdin that had nothing yet is asked again
 _GRACE_S = 0.5  # for the last bytes of stderr after the sink had enough
 _LATE_S = 10.0  # for output after the exit status, which sshd may send first
 _OPEN_S = 30.0  # to open a channel, when the command itself has no deadline
@@ -181,7 +179,7 @@ class ChannelRun:
         """Return bytes, b"" at the end, or None when nothing came within a tick."""
         try:
             with self._closing_a_broken_link():
-                return channel.recv(_CHUNK_BYTES)
+                return channel.recv(CHUNK_BYTES)
         except TimeoutError:
             return None
         return b""
@@ -191,7 +189,7 @@ class ChannelRun:
             chunk = b""
             try:
                 with self._closing_a_broken_link():
-                    chunk = channel.recv_stderr(_CHUNK_BYTES)
+                    chunk = channel.recv_stderr(CHUNK_BYTES)
             except TimeoutError:
                 if channel.closed:
                     return
@@ -222,7 +220,7 @@ class ChannelRun:
                 if not self._send(channel, memoryview(block)):
                     return  # the command takes no more; how it ends says why
                 if not block:
-                    time.sleep(_PAUSE_S)
+                    time.sleep(PAUSE_S)
                     if channel.closed:
                         return
             with self._closing_a_broken_link():

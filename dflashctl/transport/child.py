@@ -20,7 +20,7 @@ from dflashctl.transport.base import STDERR_KEPT_BYTES, EnoughRead, Finished, Si
 
 CHUNK_BYTES = 256 * 1024
 _TICK_S = 0.1  # how often an exit with pipes still held open by a grandchild is noticed
-_PAUSE_S = 0.005  # until a source of stdin that had nothing yet is asked again
+PAUSE_S = 0.005  # until a source of stdin that had nothing yet is asked again
 GIVEN_UP = threading.Event()  # by Ctrl-C, in whatever thread a command is waited for
 _GRACE_S = 0.5  # for the last bytes of stderr after the child ended or the sink had enough
 
@@ -156,7 +156,7 @@ class _Pump:
             self._resume_stdin()
             return False
         moved = False
-        ready = self._selector.select(_PAUSE_S if self._paused else _TICK_S)
+        ready = self._selector.select(PAUSE_S if self._paused else _TICK_S)
         self._resume_stdin()
         for key, _ in ready:
             if key.fileobj is self._stdin:

@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-from dflashctl.transport.crowd import at_once
+from dflashctl.transport.parallel import at_once
 
 # Both commands tell their process, then wait for ever; the second one to tell it interrupts.
 INTERRUPTED = """
 import os, signal, threading
 from dflashctl.transport.child import Limits, Sinks, run_child
-from dflashctl.transport.crowd import at_once
+from dflashctl.transport.parallel import at_once
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # however the tests were started
 told = threading.Barrier(2, lambda: os.kill(os.getpid(), signal.SIGINT))

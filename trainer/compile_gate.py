@@ -10,6 +10,7 @@ A step that should have compiled something and did not runs uncompiled: an error
 
 import contextlib
 import contextvars
+import gc
 import os
 import sys
 import threading
@@ -502,7 +503,16 @@ def stacks() -> str:
     """Return the stack of every Python thread, for the log of a run that hangs."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = []
-    for ident, frame in sys._current_frames().items():
+    # A collection meanwhile can wait for ever for a lock of the interpreter that the call holds
+    # (python/cpython issue 106883, mended in later releases).
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        frames = sys._current_frames()
+    finally:
+        if collects:
+            gc.enable()
+    for ident, frame in frames.items():
         parts.append(f"--- thread {names.get(ident, ident)}\n")
         parts += traceback.format_stack(frame)
     return "".join(parts)

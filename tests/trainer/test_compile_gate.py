@@ -420,3 +420,34 @@ def test_compile_that_hangs_the_main_thread_ends_the_process() -> None:
     last = done.stderr.splitlines()[-1]
     assert last.startswith("error: MainThread has compiled warm-up for 0 s: longer than")
     assert "--- thread MainThread" in done.stderr
+
+
+COLLECTS_MEANWHILE = """
+import gc, threading
+from trainer.compile_gate import stacks
+
+class Ring:
+    pass
+
+for threshold in range(1, 100):  # at one of them the collection falls into the call
+    release = threading.Event()
+    threads = [threading.Thread(target=release.wait) for _ in range(10)]
+    for thread in threads:
+        thread.start()
+    gc.disable()
+    ring = Ring()
+    ring.self, ring.local = ring, threading.local()  # to free it takes a lock of the interpreter
+    ring.local.value = 1
+    del ring
+    gc.set_threshold(threshold)
+    gc.enable()
+    assert stacks().count("--- thread") == 11
+    assert gc.isenabled()
+    release.set()
+    for thread in threads:
+        thread.join()
+"""
+
+
+def test_stacks_are_told_although_garbage_is_collected_meanwhile() -> None:
+    subprocess.run([sys.executable, "-c", COLLECTS_MEANWHILE], check=True, timeout=25)

@@ -5,6 +5,7 @@ the lock) while the site lives, and by whoever clears the directory away. A lock
 holder, so one that is free means that nobody builds or runs anything there, whatever was killed.
 """
 
+import errno
 import fcntl
 import os
 import shutil
@@ -35,24 +36,38 @@ class Claim:
 
 def refuse_foreign_directory(state: Path) -> None:
     """Raises: LabError when there is something at `state` that no lab made."""
-    if not state.exists() or (state / MARKER).exists():
+    # One look: between two of them, another process makes the marker or clears the lab away.
+    try:
+        names = [path.name for path in state.iterdir()]
+    except FileNotFoundError:
         return
-    if not state.is_dir() or any(state.iterdir()):
+    except NotADirectoryError:
+        names = ["a file"]
+    if names and MARKER not in names:
         raise LabError(f"{state} exists and is not a lab's state directory")
 
 
 def create(state: Path) -> Claim:
     """Make the directory and claim it.
 
-    Raises: LabError when another process has just made it.
+    Raises: LabError when another process has just made or taken it.
     """
     try:
         state.mkdir(parents=True, mode=0o755)
     except FileExistsError:
-        raise LabError(f"another process is using {state}") from None
-    fd = os.open(state / MARKER, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    fcntl.flock(fd, fcntl.LOCK_EX)
-    return Claim(fd)
+        claim = None
+    else:
+        claim = take(state)  # or somebody took it for an empty directory that a killed one left
+    if claim is None:
+        raise in_use(state)
+    return claim
+
+
+def in_use(state: Path) -> LabError:
+    """What to raise when somebody else holds the claim."""
+    return LabError(
+        f"another process is using {state}", hint=f"dflashctl lab status --state {state}"
+    )
 
 
 def take(state: Path) -> Claim | None:
@@ -88,7 +103,11 @@ def clear_away(state: Path, deadline: float) -> None:
     # The marker goes last: killed in between, the rest is still known as a lab's.
     for path in sorted(state.iterdir(), key=lambda p: p.name == MARKER):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    state.rmdir()
+    try:
+        state.rmdir()
+    except OSError as error:
+        if error.errno != errno.ENOTEMPTY:  # somebody has claimed it meanwhile, and clears it away
+            raise
 
 
 def _remove_cgroups(name: str) -> None:

@@ -21,7 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dflashctl.errors import LabError
-from dflashctl.lab.claim import MARKER, clear_away, create, refuse_foreign_directory, take
+from dflashctl.lab.claim import (
+    MARKER,
+    clear_away,
+    create,
+    in_use,
+    refuse_foreign_directory,
+    take,
+)
 from dflashctl.lab.faults import active_faults, set_fault
 from dflashctl.lab.gpu_state import fresh_gpu_state
 from dflashctl.lab.interpreter import python_paths
@@ -255,10 +262,7 @@ class Lab:
                 break
             time.sleep(_LET_GO_S / 100)
         if claim is None:
-            raise LabError(
-                f"another process is using {self.state}",
-                hint=f"dflashctl lab status --state {self.state}",
-            )
+            raise in_use(self.state)
         with claim:
             clear_away(self.state, time.monotonic() + _END_S)
 

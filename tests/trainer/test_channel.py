@@ -12,6 +12,18 @@ from trainer.channel import OrderedChannel
 from trainer.errors import ChannelClosedError, WorkerError
 
 
+def _in_a_thread(body: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=body, daemon=True)
+    thread.start()
+    return thread
+
+
+def _until_waiting(channel: OrderedChannel[int], count: int = 1) -> None:
+    """Return once so many threads wait on the channel; the time limit of the test ends this."""
+    while len(channel._condition._waiters) != count:
+        time.sleep(0.001)
+
+
 def test_items_come_out_by_index_whatever_the_order_they_went_in() -> None:
     channel: OrderedChannel[str] = OrderedChannel(3)
     for index in (2, 0, 1):
@@ -31,21 +43,27 @@ def test_put_blocks_when_it_is_capacity_ahead_of_the_next_needed() -> None:
         channel.put(12, 2)
         done.set()
 
-    thread = threading.Thread(target=put_twelve)
-    thread.start()
+    thread = _in_a_thread(put_twelve)
     channel.get(11)  # 10 is still the next needed: no room yet
+    _until_waiting(channel)
     assert not done.wait(0.2)
     channel.get(10)
-    assert done.wait(5)
-    thread.join(5)
+    assert done.wait(20)
+    thread.join(20)
     assert channel.put_wait_s >= 0.2
 
 
 def test_get_waits_for_its_item_and_the_wait_is_counted() -> None:
     channel: OrderedChannel[int] = OrderedChannel(1)
-    threading.Timer(0.2, channel.put, (0, 7)).start()
-    assert channel.get(0) == 7
-    assert 0.15 < channel.get_wait_s < 5
+    got: list[int] = []
+    began = time.monotonic()
+    thread = _in_a_thread(lambda: got.append(channel.get(0)))
+    _until_waiting(channel)
+    time.sleep(0.2)  # what is measured
+    channel.put(0, 7)
+    thread.join(20)
+    assert got == [7]
+    assert 0.2 <= channel.get_wait_s <= time.monotonic() - began
 
 
 def test_first_failure_wakes_everybody_and_names_its_thread() -> None:
@@ -58,14 +76,12 @@ def test_first_failure_wakes_everybody_and_names_its_thread() -> None:
         except WorkerError as error:
             caught.append(str(error))
 
-    threads = [threading.Thread(target=wait_on, args=(side,)) for side in ("get", "put", "get")]
-    for thread in threads:
-        thread.start()
-    time.sleep(0.1)
+    threads = [_in_a_thread(partial(wait_on, side)) for side in ("get", "put", "get")]
+    _until_waiting(channel, 3)
     channel.fail("target-1", ValueError("bad batch"))
     channel.fail("target-2", ValueError("a consequence"))
     for thread in threads:
-        thread.join(5)
+        thread.join(20)
     assert caught == ["thread target-1: ValueError: bad batch"] * 3
     with pytest.raises(WorkerError, match="target-1"):
         channel.put(0, 0)
@@ -120,12 +136,6 @@ def test_stress_every_item_arrives_once_at_the_thread_that_asked(
     assert 1 <= deepest[0] <= capacity
 
 
-def _in_a_thread(body: Callable[[], None]) -> threading.Thread:
-    thread = threading.Thread(target=body, daemon=True)
-    thread.start()
-    return thread
-
-
 @pytest.mark.parametrize("capacity", [10, None])
 def test_bytes_bound_the_queue_but_the_next_needed_is_always_let_in(capacity: int | None) -> None:
     channel: OrderedChannel[int] = OrderedChannel(capacity, max_bytes=100)
@@ -140,10 +150,11 @@ def test_bytes_bound_the_queue_but_the_next_needed_is_always_let_in(capacity: in
 
     thread = _in_a_thread(put_two)
     assert channel.get(0) == 0
-    assert not done.wait(0.2)  # 60 bytes wait, 60 more do not fit
+    _until_waiting(channel)  # 60 bytes wait, 60 more do not fit
+    assert not done.is_set()
     assert channel.get(1) == 1
-    assert done.wait(5)
-    thread.join(5)
+    assert done.wait(20)
+    thread.join(20)
     assert channel.size_bytes == 60
 
 
@@ -154,10 +165,10 @@ def test_every_index_is_claimed_once_and_the_end_comes_when_all_are_put() -> Non
     thread = _in_a_thread(lambda: ends.append(channel.claim()))  # 3, 4 and 5 may yet come back
     for index in (4, 3):
         channel.put(index, index)
-    thread.join(0.1)
+    _until_waiting(channel)
     assert ends == []
     channel.put(5, 5)
-    thread.join(5)
+    thread.join(20)
     assert ends == [None]
 
 
@@ -176,8 +187,9 @@ def test_maker_that_waits_for_room_is_told_of_an_index_given_back() -> None:
     assert [channel.claim() for _ in range(4)] == [0, 1, 2, 3]
     admitted: list[bool] = []
     thread = _in_a_thread(lambda: admitted.append(channel.admit(3, 10)))
+    _until_waiting(channel)
     assert channel.retire([0])
-    thread.join(5)
+    thread.join(20)
     assert admitted == [False]
     assert channel.size_bytes == 0
     assert channel.claim(wait=False) == 0

@@ -1,6 +1,7 @@
 """The compile gate against real torch.compile (backends eager and aot_eager), real threads."""
 
 import functools
+import re
 import subprocess
 import sys
 import threading
@@ -112,7 +113,7 @@ def test_thread_count_that_another_thread_set_last_compiles_nothing_anew(
     other = torch.get_num_threads() + 1
     setter = threading.Thread(target=torch.set_num_threads, args=(other,))
     setter.start()
-    setter.join(10)
+    setter.join(20)
     with gate.step("key"):
         double(torch.ones(3))
     gate.seal()
@@ -248,19 +249,24 @@ def test_compile_outside_the_exclusive_side_is_reported_as_unexpected(
 def test_compile_that_lasts_is_reported_with_stacks_and_ends_the_run() -> None:
     reports: list[str] = []
     limits: list[CompileGateError] = []
+    inside, release, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def on_limit(error: CompileGateError) -> None:
+        limits.append(error)
+        ended.set()
+
     with warnings.catch_warnings():
         gate = CompileGate(
             GateSettings(backend="eager", watchdog_s=0.1, limit_s=0.5),
             report=reports.append,
-            on_limit=limits.append,
+            on_limit=on_limit,
         )
-    inside, release = threading.Event(), threading.Event()
     caught: list[str] = []
 
     def hang_in_a_compile() -> None:
         with gate.step("stuck"):
             inside.set()
-            release.wait(20)
+            release.wait(60)
 
     def wait_for_the_gate() -> None:
         try:
@@ -271,13 +277,14 @@ def test_compile_that_lasts_is_reported_with_stacks_and_ends_the_run() -> None:
 
     stuck, waiter = gate.spawn(hang_in_a_compile, "stuck-one"), gate.spawn(wait_for_the_gate, "w")
     stuck.start()
-    assert inside.wait(10)
+    assert inside.wait(20)
     waiter.start()
-    waiter.join(10)
+    waiter.join(20)
+    assert ended.wait(20)
     release.set()
-    stuck.join(10)
+    stuck.join(20)
     gate.close()
-    assert reports[0].startswith("stuck-one has compiled stuck for 0 s")
+    assert re.match(r"stuck-one has compiled stuck for \d+ s", reports[0])
     assert "hang_in_a_compile" in reports[0]
     assert "longer than compile.limit_s" in caught[0]
     assert len(limits) == 1
@@ -409,16 +416,16 @@ from trainer.compile_gate import CompileGate, GateSettings
 warnings.simplefilter("ignore")
 gate = CompileGate(GateSettings(backend="eager", watchdog_s=0.1, limit_s=0.3))
 with gate.step("warm-up"):
-    threading.Event().wait(60)
+    threading.Event().wait()
 """
 
 
 def test_compile_that_hangs_the_main_thread_ends_the_process() -> None:
     argv = [sys.executable, "-c", _HANGS]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=25)
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
-    assert last.startswith("error: MainThread has compiled warm-up for 0 s: longer than")
+    assert re.match(r"error: MainThread has compiled warm-up for \d+ s: longer than", last)
     assert "--- thread MainThread" in done.stderr
 
 
@@ -450,4 +457,4 @@ for threshold in range(1, 100):  # at one of them the collection falls into the 
 
 
 def test_stacks_are_told_although_garbage_is_collected_meanwhile() -> None:
-    subprocess.run([sys.executable, "-c", COLLECTS_MEANWHILE], check=True, timeout=25)
+    subprocess.run([sys.executable, "-c", COLLECTS_MEANWHILE], check=True)

@@ -22,18 +22,24 @@ class Pulse:
     """What a worker does now and since when; a wait on others is no standstill of its own."""
 
     def __init__(self) -> None:
-        self.what, self.waiting, self.since = "starts", False, time.monotonic()
+        self.beat("starts")
 
     def beat(self, what: str) -> None:
         """Say that work on ``what`` begins."""
-        self.what, self.waiting, self.since = what, False, time.monotonic()
+        self._tell(what, waiting=False)
 
     @contextmanager
     def wait(self, what: str) -> Iterator[None]:
         """Mark a wait on other threads."""
-        self.what, self.waiting, self.since = what, True, time.monotonic()
+        self._tell(what, waiting=True)
         yield
         self.beat(f"after: {what}")
+
+    def _tell(self, what: str, *, waiting: bool) -> None:
+        # The time first: between two of these lines a long wait must not look like long work.
+        self.since = time.monotonic()
+        self.what = what
+        self.waiting = waiting
 
     @property
     def age_s(self) -> float:

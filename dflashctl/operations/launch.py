@@ -111,15 +111,13 @@ def launch(ways: Ways, request: LaunchRequest, runs: RunStore, say: Say) -> Laun
 def _launch(ways: Ways, request: LaunchRequest, runs: RunStore, say: Say) -> LaunchResult:
     """Launch, or find out at once why not."""
     tag, label = request.tag, ways.place.label
-    intent = runs.intent(tag)
+    intent, token = runs.intent(tag), runs.token(tag)
     facts = _facts(ways, request.code, request.config, tag, say)
     there = facts.get("run")
     if there is not None and there["state"] != "never-started":
         if intent is None or there["run_id"] != intent.run_id:
             raise tag_exists(tag, f"its run directory is there ({there['state']})", label)
-        say(f"an earlier launch of {tag} was interrupted after its start; completing it")
-        _require_same(intent, request)
-        return _adopt(ways, intent, runs, _Proof(request.look_s, adopted=True), say)
+        return _complete(ways, intent, request, runs, say)
     raise_problems(facts, label)
     _look_at_room(ways, request.config, facts, say)
     with _Locking(ways, tag, runs, say) as locking:
@@ -130,8 +128,34 @@ def _launch(ways: Ways, request: LaunchRequest, runs: RunStore, say: Say) -> Lau
         manifest = _checked(ways, manifest, request, say)
         runs.intend(manifest)
         say("starting")
-        _start(ways, manifest, runs, locking, resume=False)
+        try:
+            _start(ways, manifest, runs, locking, resume=False)
+        except RefusedError as error:
+            if intent is None or not _has_started(ways, intent, error):
+                raise
+            locking.kept = True  # the locks and the run are those of the earlier launch
+            runs.intend(intent)
+            if token is not None:
+                runs.note_token(tag, token)
+            return _complete(ways, intent, request, runs, say)
         return _prove(ways, manifest, runs, _Proof(request.look_s), locking)
+
+
+def _has_started(ways: Ways, intent: Manifest, error: RefusedError) -> bool:
+    """Say whether a start was refused because that of the same launch before came to its end."""
+    if error.code not in ("running", "tag-exists"):
+        return False
+    there = remote_manifest(ways.inside, ways.place, intent.tag)
+    return there is not None and there.run_id == intent.run_id
+
+
+def _complete(
+    ways: Ways, intent: Manifest, request: LaunchRequest, runs: RunStore, say: Say
+) -> LaunchResult:
+    """Adopt the run of an earlier try of the same launch. Raises: RefusedError for another."""
+    say(f"an earlier launch of {intent.tag} was interrupted after its start; completing it")
+    _require_same(intent, request)
+    return _adopt(ways, intent, runs, _Proof(request.look_s, adopted=True), say)
 
 
 def _facts(ways: Ways, code: Code, config: TrainConfig, tag: str, say: Say) -> dict[str, Any]:

@@ -1,10 +1,13 @@
 """launch, resume and stop on the local backend: real tmux, runner, signals; a stand-in trainer."""
 
+import fcntl
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -217,6 +220,39 @@ def test_a_launch_whose_client_died_after_the_start_is_completed_by_the_rerun(
     assert done["manifest"]["run_id"] == first["manifest"]["run_id"]
     assert done["process"]["trainer_pid"] == first["process"]["trainer_pid"]
     assert deployed.run("stop", "x").returncode == 0
+
+
+def test_a_rerun_completes_the_launch_whose_start_ends_while_it_is_on_its_way(
+    deployed: Project,
+) -> None:
+    first = deployed.document("launch", "--tag", "x")
+    assert deployed.run("stop", "x").returncode == 0
+    record = deployed.root / "runs/x/manifest.json"
+    record.rename(record.with_name("launching.json"))
+    directory, aside = deployed.run_dir("x"), deployed.root / "aside"
+    directory.rename(aside)
+    # As a start whose client was killed: it has the lock, and nothing is to be seen of it yet.
+    lock = os.open(directory.parent / ".launch.lock", os.O_RDWR)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    with deployed.popen("--json", "launch", "--tag", "x") as rerun:
+        assert rerun.stderr is not None
+        assert any(line.startswith("starting") for line in rerun.stderr)
+        directory.mkdir()
+        for name in ("manifest.json", "environment.json"):
+            shutil.copy(aside / name, directory)
+        argv = [sys.executable, "-m", "trainer.runner", "--run-dir", str(directory)]
+        release = Path(deployed.workspace, "releases", first["manifest"]["release"])
+        environment = os.environ | {"PYTHONPATH": str(release)}
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        with subprocess.Popen(argv, env=environment, cwd=directory, **quiet):
+            wait_until((directory / "process.json").exists)
+            os.close(lock)
+            told, err = rerun.communicate()
+            done = json.loads(told)
+            assert (rerun.returncode, done.get("adopted")) == (0, True), (done, err)
+            assert done["manifest"]["run_id"] == first["manifest"]["run_id"]
+            assert names(deployed.root / "runs/x") == ["manifest.json"]
+            assert deployed.run("stop", "x").returncode == 0
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from dflashctl.gpu_roles import Ways, claim_idle
 from dflashctl.inventory import Container, Host, Place, load_inventory
 from dflashctl.lab.site import Lab
 from dflashctl.operations.nccl import add_together, obstacle
-from dflashctl.remote.gpus import runs_alive
+from dflashctl.remote.processes import runs_alive
 from dflashctl.transport import connect, connect_host
 from tests.dflashctl.act.conftest import Project
 

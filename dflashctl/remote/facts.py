@@ -6,7 +6,6 @@ argv[1]: {"workspace", "tag", "release", "files": {path: sha256}, "python", "req
 text, hint]).
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -19,6 +18,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from dflashctl.remote.liveness import is_locked
 
 CHUNK_BYTES = 1 << 20
 STAMP_CHARS = 1 << 16
@@ -379,21 +380,9 @@ def run_state(directory: Path) -> dict[str, Any]:
         state = "ended"
     elif (directory / "process.json").exists():
         state = "lost"
-    if locked(directory / "run.lock"):
+    if is_locked(directory / "run.lock"):
         state = "running"
     return {"state": state, "run_id": manifest.get("run_id"), "manifest": manifest}
-
-
-def locked(path: Path) -> bool:
-    """Say whether a living runner or trainer holds the run's lock."""
-    try:
-        with path.open("rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # two who look do not see each other
-    except FileNotFoundError:
-        return False
-    except BlockingIOError:
-        return True
-    return False
 
 
 def main(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -31,6 +31,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from dflashctl.remote.json_files import read_json
+from dflashctl.remote.liveness import is_alive
+
 CHUNK_BYTES = 64 * 1024
 CHUNKS_A_TURN = 16
 HEAD_BYTES = 64  # tells a rewritten file from a grown one
@@ -169,37 +172,6 @@ def offset_of_tail(fd: int, size: int, num_bytes: int) -> int:
     return start  # one line longer than num_bytes
 
 
-def start_ticks(pid: Any) -> int | None:
-    """Return field 22 of /proc/PID/stat, or None when the process is gone or a zombie."""
-    try:
-        stat = Path(f"/proc/{int(pid)}/stat").read_text(encoding="utf-8", errors="replace")
-        fields = stat.rpartition(")")[2].split()
-        return None if fields[0] in ("Z", "X") else int(fields[19])
-    except (OSError, ValueError, TypeError, IndexError):
-        return None
-
-
-def is_alive(process: dict[str, Any]) -> bool:
-    """Tell whether the runner or the trainer of process.json still runs (same boot, same start)."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    if process.get("boot_id") != boot_id:
-        return False
-    for who in ("runner", "trainer"):
-        ticks = start_ticks(process.get(f"{who}_pid"))
-        if ticks is not None and ticks == process.get(f"{who}_start_ticks"):
-            return True
-    return False
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the object in ``path``, or None when there is no readable one."""
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
 class Run:
     """The process of a run and how it ended."""
 
@@ -217,7 +189,9 @@ class Run:
         if not self.root.is_dir():
             return "absent", b""
         process = read_json(self.root / "process.json")
-        state = "starting" if process is None else "alive" if is_alive(process) else "gone"
+        state = "starting"
+        if process is not None:
+            state = "alive" if is_alive(process, "runner", "trainer") else "gone"
         if state != self.state:
             self.state, self.since = state, time.monotonic()
         waited = time.monotonic() - self.since

@@ -23,6 +23,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from dflashctl.remote.liveness import is_locked
+from dflashctl.remote.processes import start_ticks
+
 LOCK_WAIT_S = 30.0
 STALE_S = 86400.0  # what is half written and younger may still be written, from wherever
 RECENT_S = 600.0  # a launch makes its check, then starts: until then only the check names a release
@@ -38,15 +41,6 @@ CHUNK_BYTES = 1 << 20
 
 class RefusedError(Exception):
     """Another command is at work; nothing was changed."""
-
-
-def start_ticks(pid: int) -> int | None:
-    """Return when a process started, in ticks since boot; None when it is gone."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return None
-    return int(text[text.rindex(")") + 2 :].split()[19])
 
 
 def read_processes(roots: list[bytes]) -> list[tuple[int, bytes]]:
@@ -162,16 +156,7 @@ class Plan:
 
     def _locked(self, path: Path) -> bool:
         """Say whether another process holds a lock."""
-        if self._name(path) in self.held:
-            return False
-        try:
-            with path.open("rb") as lock:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except FileNotFoundError:
-            return False
-        except BlockingIOError:
-            return True
-        return False
+        return self._name(path) not in self.held and is_locked(path)
 
     def _is_stale(self, path: Path) -> bool:
         """Say whether something half written was left alone for a day."""

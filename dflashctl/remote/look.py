@@ -11,32 +11,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from dflashctl.remote.json_files import read_json
+from dflashctl.remote.liveness import is_alive
+
 POLL_S = 0.02
 TAIL_BYTES = 4096  # of the log
 EVENT_BYTES = 1 << 16  # more than an event; the file of a resumed run may have hundreds of MB
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """Return a JSON file, None when it is absent or not yet whole."""
-    try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def alive(process: dict[str, Any] | None) -> bool:
-    """Say whether the trainer of process.json lives: same pid, start ticks and boot."""
-    if process is None or not {"trainer_pid", "trainer_start_ticks", "boot_id"} <= set(process):
-        return False
-    try:
-        text = Path(f"/proc/{process['trainer_pid']}/stat").read_text()
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return False
-    fields = text[text.rindex(")") + 2 :].split()
-    same = int(fields[19]) == process["trainer_start_ticks"] and boot == process["boot_id"]
-    return same and fields[0] not in "ZX"
 
 
 def last_event(run_dir: Path, since_unix_s: float) -> dict[str, Any] | None:
@@ -74,7 +54,7 @@ def main(arguments: dict[str, Any]) -> dict[str, Any]:
         process = read_json(run_dir / "process.json")
         ended = read_json(run_dir / "exit.json")
         event = last_event(run_dir, (process or {}).get("started_unix_s", 0.0) - 1.0)
-        living = alive(process)
+        living = is_alive(process, "trainer")
         over = time.monotonic() > limit
         if ended is not None or over or (living and event is not None):
             break

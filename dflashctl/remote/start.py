@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from dflashctl.remote.liveness import is_locked
+
 LOCK_WAIT_S = 30.0
 START_WAIT_S = 20.0
 # The runner's own complaints come before its log exists; its stdout is the pane of `attach`.
@@ -47,18 +49,6 @@ def take(lock: Path) -> int:
             return handle
 
 
-def locked(path: Path) -> bool:
-    """Say whether a living runner or trainer holds the run's lock."""
-    try:
-        with path.open("rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # two who look do not see each other
-    except FileNotFoundError:
-        return False
-    except BlockingIOError:
-        return True
-    return False
-
-
 def write_synced(path: Path, text: str, mode: int) -> None:
     """Write a file with its mode from the start, and fsync it."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
@@ -79,7 +69,7 @@ def refuse_taken_gpus(runs: Path, tag: str, uuids: list[str]) -> None:
     """Refuse when a living run of this workspace holds one of the GPUs, loaded or not yet."""
     for manifest in runs.glob("*/manifest.json"):
         directory = manifest.parent
-        if directory.name in (tag, "") or not locked(directory / "run.lock"):
+        if directory.name in (tag, "") or not is_locked(directory / "run.lock"):
             continue
         try:
             held = {gpu["uuid"] for gpu in json.loads(manifest.read_text())["gpus"]}
@@ -184,7 +174,8 @@ def wait_for_process(directory: Path, old: bytes | None) -> bool:
         except FileNotFoundError:
             pass
         complaint = directory / "runner_stderr.log"
-        if complaint.exists() and complaint.stat().st_size and not locked(directory / "run.lock"):
+        said = complaint.exists() and complaint.stat().st_size > 0
+        if said and not is_locked(directory / "run.lock"):
             return False
         time.sleep(0.01)
     return False
@@ -196,7 +187,7 @@ def main(arguments: dict[str, Any], sent: dict[str, Any]) -> dict[str, Any]:
     runs.mkdir(parents=True, exist_ok=True)
     directory = runs / arguments["tag"]
     lock = take(runs / ".launch.lock")
-    if locked(directory / "run.lock"):
+    if is_locked(directory / "run.lock"):
         text = f"the run {directory.name} is running"
         raise RefusedError("running", text, f"dflashctl watch {directory.name}")
     refuse_taken_gpus(runs, arguments["tag"], arguments["uuids"])

@@ -1,15 +1,12 @@
 """Tell the state of every run in a workspace, or of some, as one JSON object on stdout.
 
-Standard library only; dflashctl sends this text to ``python3 -I -S -c TEXT JSON``. By hand:
-
-    python3 dflashctl/remote/status.py '{"workspace": "/workspace", "tags": null}'
+By hand: python3 -m dflashctl.remote.status '{"workspace": "/workspace", "tags": null}'
 
 States: running; finished, stopped, failed, killed (from exit.json); lost (the process is gone and
 left no exit.json); starting and never-started (no process.json). Ages are measured with this
 machine's clock, because the reader's may differ.
 """
 
-import fcntl
 import json
 import os
 import sys
@@ -17,51 +14,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from dflashctl.remote.json_files import read_json
+from dflashctl.remote.liveness import is_alive, is_locked
+
 TAIL_BYTES = 256 * 1024  # of metrics.jsonl: the last step is somewhere in it
 START_WITHIN_S = 20.0
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the object in ``path``, or None when there is no readable one."""
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def start_ticks(pid: Any) -> int | None:
-    """Return field 22 of /proc/PID/stat, or None when the process is gone or a zombie."""
-    try:
-        stat = Path(f"/proc/{int(pid)}/stat").read_text(encoding="utf-8", errors="replace")
-        fields = stat.rpartition(")")[2].split()
-        return None if fields[0] in ("Z", "X") else int(fields[19])
-    except (OSError, ValueError, TypeError, IndexError):
-        return None
-
-
-def is_alive(process: dict[str, Any]) -> bool:
-    """Tell whether the runner or the trainer of process.json still runs (same boot, same start)."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    if process.get("boot_id") != boot_id:
-        return False
-    for who in ("runner", "trainer"):
-        ticks = start_ticks(process.get(f"{who}_pid"))
-        if ticks is not None and ticks == process.get(f"{who}_start_ticks"):
-            return True
-    return False
-
-
-def locked(path: Path) -> bool:
-    """Tell whether a living runner or trainer holds the run's lock."""
-    try:
-        with path.open("rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
 
 
 def last_events(path: Path) -> dict[str, dict[str, Any]]:
@@ -92,14 +49,14 @@ def last_checkpoint(directory: Path) -> str | None:
 def state_of(root: Path, manifest_age_s: float) -> tuple[str, dict[str, Any] | None]:
     """Return the state of the run in ``root`` and its exit record."""
     process = read_json(root / "process.json")
-    alive = process is not None and is_alive(process)
+    alive = is_alive(process, "runner", "trainer")
     record = read_json(root / "exit.json")  # after the process: it may just have ended
     if record is not None:
         return str(record.get("state", "failed")), record
     if alive:
         return "running", None
     says_who = process is not None and {"runner_pid", "trainer_pid"} <= set(process)
-    if not says_who and locked(root / "run.lock"):
+    if not says_who and is_locked(root / "run.lock"):
         return "running", None  # process.json is damaged, or just being written
     if process is not None:
         return "lost", None

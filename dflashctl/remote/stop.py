@@ -5,7 +5,6 @@ boot are those of process.json. Prints a JSON line at each step and every two se
 says what was proven: ``signal`` that worked, ``exit`` record, ``session_gone``, ``ended_before``.
 """
 
-import fcntl
 import json
 import os
 import shutil
@@ -16,20 +15,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+from dflashctl.remote.json_files import read_json
+from dflashctl.remote.liveness import is_alive, is_locked
+
 POLL_S = 0.1
 BEAT_S = 2.0
 TERM_GRACE_S = 10.0
 KILL_GRACE_S = 10.0
 RECORD_WAIT_S = 10.0
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """Return a JSON file, None when it is absent or not yet whole."""
-    try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def read_process(run_dir: Path) -> dict[str, Any] | None:
@@ -53,30 +46,6 @@ def lock_holders(path: Path) -> list[int]:
     return sorted(found)
 
 
-def alive(process: dict[str, Any]) -> bool:
-    """Say whether the trainer of process.json lives: same pid, start ticks and boot."""
-    try:
-        text = Path(f"/proc/{process['trainer_pid']}/stat").read_text()
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return False
-    fields = text[text.rindex(")") + 2 :].split()
-    same = int(fields[19]) == process["trainer_start_ticks"] and boot == process["boot_id"]
-    return same and fields[0] not in "ZX"
-
-
-def locked(path: Path) -> bool:
-    """Say whether a living runner or trainer holds the run's lock."""
-    try:
-        with path.open("rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # two who look do not see each other
-    except FileNotFoundError:
-        return False
-    except BlockingIOError:
-        return True
-    return False
-
-
 def say(**values: Any) -> None:
     """Print one line at once, so that the client hears from us."""
     print(json.dumps(values), flush=True)
@@ -85,7 +54,7 @@ def say(**values: Any) -> None:
 def wait_gone(process: dict[str, Any], seconds: float) -> bool:
     """Wait until the trainer is gone; False when it still lives after ``seconds``."""
     started = beat = time.monotonic()
-    while alive(process):
+    while is_alive(process, "trainer"):
         now = time.monotonic()
         if now - started > seconds:
             return False
@@ -145,12 +114,12 @@ def main(arguments: dict[str, Any]) -> dict[str, Any]:
         text = f"there is no run {arguments['tag']} in the container"
         return {"error": {"kind": "usage", "message": text, "hint": "dflashctl runs list"}}
     process, ended = read_process(run_dir), read_json(run_dir / "exit.json")
-    if process is None and ended is None and locked(run_dir / "run.lock"):
+    if process is None and ended is None and is_locked(run_dir / "run.lock"):
         wait_for(run_dir / "process.json")  # it is just being started
         process = read_process(run_dir)
-        if process is None and locked(run_dir / "run.lock"):
+        if process is None and is_locked(run_dir / "run.lock"):
             return unknown_process(run_dir)
-    if process is None or ended is not None or not alive(process):
+    if process is None or ended is not None or not is_alive(process, "trainer"):
         gone = session_gone(arguments["socket"], arguments["tag"])
         return {"ended_before": True, "signal": None, "exit": ended, "session_gone": gone}
     used = None
@@ -167,7 +136,7 @@ def main(arguments: dict[str, Any]) -> dict[str, Any]:
     return {
         "ended_before": False,
         "signal": used,
-        "gone": not alive(process),
+        "gone": not is_alive(process, "trainer"),
         "exit": wait_for(run_dir / "exit.json"),
         "session_gone": session_gone(arguments["socket"], arguments["tag"]),
     }

@@ -15,20 +15,13 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+from dflashctl.remote.processes import start_ticks
+
 CHUNK_BYTES = 1 << 20
 
 
 class BadArchiveError(Exception):
     """The tar is cut short, or its content is not what the list says."""
-
-
-def start_ticks(pid: int) -> int | None:
-    """Return when a process started, in ticks since boot; None when it is gone."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    return int(text[text.rindex(")") + 2 :].split()[19])
 
 
 def remove_stale(releases: Path) -> int:

@@ -1,5 +1,6 @@
 """The state of runs, from hand-made run directories with real processes."""
 
+import fcntl
 import json
 import os
 from collections.abc import Callable
@@ -99,6 +100,15 @@ def test_a_run_without_process_json_never_started(run: Any, here: Place) -> None
     old = run.root / "manifest.json"
     os.utime(old, (1_700_000_000, 1_700_000_000))
     assert only(here, "fresh7").state == "never-started"
+
+
+def test_somebody_who_looks_at_the_lock_is_no_run(run: Any, here: Place) -> None:
+    os.utime(run.root / "manifest.json", (1_700_000_000, 1_700_000_000))
+    with (run.root / "run.lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        assert only(here, "fresh7").state == "never-started"
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert only(here, "fresh7").state == "running"
 
 
 def test_the_last_checkpoint_is_the_newest_complete_one(run: Any, here: Place) -> None:

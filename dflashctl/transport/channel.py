@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from dflashctl.errors import UnreachableError
+from dflashctl.transport import interrupts
 from dflashctl.transport.base import (
     NO_SESSION,
     STDERR_KEPT_BYTES,
@@ -56,6 +57,12 @@ class ChannelRun:
         raise.
         """
         channel = self._start(line)
+        with interrupts.held_back():
+            return self._exchange(channel, stdin, sinks)
+
+    def _exchange(
+        self, channel: "paramiko.Channel", stdin: Iterable[bytes], sinks: Sinks
+    ) -> Finished:
         threads = [
             threading.Thread(target=self._feed, args=(channel, stdin), daemon=True),
             threading.Thread(target=self._drain_stderr, args=(channel, sinks), daemon=True),
@@ -135,7 +142,7 @@ class ChannelRun:
                 moved = bool(chunk)
                 if chunk and not enough:
                     try:
-                        sinks.stdout(chunk)
+                        sinks.take_stdout(chunk)
                     except EnoughRead:
                         enough = True
             elif ended:

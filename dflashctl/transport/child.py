@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import IO
 
 from dflashctl.errors import UnreachableError
+from dflashctl.transport import interrupts
 from dflashctl.transport.base import STDERR_KEPT_BYTES, EnoughRead, Finished, Sink
 
 CHUNK_BYTES = 256 * 1024
@@ -45,7 +46,11 @@ class Limits:
         return max(0.01, min(at_most_s, left_s))
 
     def check(self) -> None:
-        """Raise UnreachableError: ``timeout`` when a limit has passed, or ``interrupted``."""
+        """Raise UnreachableError: ``timeout`` when a limit has passed, or ``interrupted``.
+
+        In the main thread also the KeyboardInterrupt that was held back.
+        """
+        interrupts.check()
         if GIVEN_UP.is_set():
             raise UnreachableError("interrupted", place=self._place, code="interrupted")
         now_s = time.monotonic()
@@ -66,10 +71,24 @@ class Limits:
 
 @dataclass(frozen=True)
 class Sinks:
-    """Where the streams of a command go; without ``stderr`` only the end of it is kept."""
+    """Where the streams of a command go; without ``stderr`` only the end of it is kept.
+
+    Both may block, on a reader of our own output: Ctrl-C ends that at once.
+    """
 
     stdout: Sink
     stderr: Sink | None = None
+
+    def take_stdout(self, chunk: bytes) -> None:
+        """Hand on bytes. Raises: what the sink raises."""
+        with interrupts.let_through():
+            self.stdout(chunk)
+
+    def take_stderr(self, chunk: bytes) -> None:
+        """Hand on bytes, if they are wanted. Raises: what the sink raises."""
+        if self.stderr is not None:
+            with interrupts.let_through():
+                self.stderr(chunk)
 
 
 def run_child(
@@ -82,8 +101,19 @@ def run_child(
     """Run ``argv`` and return how it ended; a negative wait status becomes 128 + signal.
 
     Raises: UnreachableError (code ``timeout``); what ``stdin`` or ``sinks`` raise, EnoughRead of
-    stdout apart.
+    stdout apart; KeyboardInterrupt when the child has ended.
     """
+    with interrupts.held_back():
+        return _run_child(argv, stdin, sinks, limits, environment)
+
+
+def _run_child(
+    argv: Sequence[str],
+    stdin: Iterable[bytes],
+    sinks: Sinks,
+    limits: Limits,
+    environment: Mapping[str, str] | None,
+) -> Finished:
     process = subprocess.Popen(
         argv,
         stdin=subprocess.PIPE,
@@ -202,13 +232,12 @@ class _Pump:
             self._end(stream)
             return True
         if not is_stdout:
-            if self._sinks.stderr is not None:
-                self._sinks.stderr(chunk)
+            self._sinks.take_stderr(chunk)
             self.stderr += chunk
             del self.stderr[:-STDERR_KEPT_BYTES]
         elif not self._enough:
             try:
-                self._sinks.stdout(chunk)
+                self._sinks.take_stdout(chunk)
             except EnoughRead:
                 self._enough = True
         self._limits.touch()  # after the sink: a reader that takes its time is no silence

@@ -1,10 +1,13 @@
 """Asks several places at the same time, a thread each; Ctrl-C ends what they wait for."""
 
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
+from dflashctl.transport import interrupts
 from dflashctl.transport.child import GIVEN_UP
+
+_TICK_S = 0.1
 
 _Item = TypeVar("_Item")
 _Answer = TypeVar("_Answer")
@@ -18,9 +21,12 @@ def at_once(
     On Ctrl-C the commands that the threads wait for are given up: without that the threads would
     have to be waited for up to their deadlines.
     """
-    with ThreadPoolExecutor(limit, name) as pool:
+    with interrupts.held_back(), ThreadPoolExecutor(limit, name) as pool:
+        asked = [pool.submit(ask, item) for item in items]
         try:
-            return list(pool.map(ask, items))
+            while wait(asked, _TICK_S).not_done:
+                interrupts.check()
+            return [one.result() for one in asked]
         except KeyboardInterrupt:
             GIVEN_UP.set()
             pool.shutdown(cancel_futures=True)

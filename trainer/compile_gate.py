@@ -10,12 +10,9 @@ A step that should have compiled something and did not runs uncompiled: an error
 
 import contextlib
 import contextvars
-import gc
-import os
 import sys
 import threading
 import time
-import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -26,6 +23,7 @@ import torch
 
 from trainer import torch_compiler
 from trainer.errors import CompileGateError
+from trainer.stacks import end_process, stacks
 from trainer.torch_compiler import Counted
 
 P = ParamSpec("P")
@@ -497,33 +495,6 @@ class CompileGate:
             self._failure = error
             self._condition.notify_all()
         self._on_limit(error)
-
-
-def stacks() -> str:
-    """Return the stack of every Python thread, for the log of a run that hangs."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    parts = []
-    # A collection meanwhile can wait for ever for a lock of the interpreter that the call holds
-    # (python/cpython issue 106883, mended in later releases).
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        frames = sys._current_frames()
-    finally:
-        if collects:
-            gc.enable()
-    for ident, frame in frames.items():
-        parts.append(f"--- thread {names.get(ident, ident)}\n")
-        parts += traceback.format_stack(frame)
-    return "".join(parts)
-
-
-def end_process(error: BaseException) -> None:
-    """End the process with this error: a thread inside a compiler cannot be woken or joined."""
-    sys.stderr.write(f"error: {error}\n")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
 
 
 def _is_refused_compile(error: BaseException) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from trainer import assembly, checkpoint
-from trainer.compile_gate import CompileEvent, CompileGate, end_process
+from trainer.compile_gate import CompileEvent, CompileGate
 from trainer.contract.exit_record import TrainerExit
 from trainer.contract.process_record import process_age_s
 from trainer.evaluator import Evaluator, read_prompt_sets
@@ -24,6 +24,7 @@ from trainer.learning_rate import Schedule
 from trainer.metrics import Flow, Metrics, SampleLog, StepFigures, Totals
 from trainer.model.target import Target
 from trainer.run_state import RunState
+from trainer.stacks import end_process
 from trainer.workers.drafter import Replica, StepDone, StepRange
 from trainer.workers.pipeline import Pipeline
 from trainer.workers.supervisor import Pulse, StopRequest

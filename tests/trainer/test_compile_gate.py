@@ -431,7 +431,7 @@ def test_compile_that_hangs_the_main_thread_ends_the_process() -> None:
 
 COLLECTS_MEANWHILE = """
 import gc, threading
-from trainer.compile_gate import stacks
+from trainer.stacks import stacks
 
 class Ring:
     pass

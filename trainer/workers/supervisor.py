@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from trainer.compile_gate import CompileGate, stacks
+from trainer.compile_gate import CompileGate
 from trainer.errors import ChannelClosedError, WorkerError
+from trainer.stacks import stacks
 
 _POLL_S = 0.1
 _LEAVE_S = 20.0

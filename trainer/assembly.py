@@ -261,7 +261,10 @@ def build_replica(
     schedule: Schedule,
     scale: Tensor | None,
 ) -> Replica:
-    """Build the draft of ``place`` (rank, device); every rank starts from the same weights."""
+    """Build the draft of ``place`` (rank, device); every rank starts from the same weights.
+
+    Shapes: scale [num_taps], as ``measured_tap_scale`` gives it.
+    """
     rank, device = place
     draft = DraftModel(
         draft_config(config, target), seed=config.seed, device=device, attention=attention

@@ -324,13 +324,13 @@ class Verifier:
         self._before: Any = None
 
     def run(self, ids: Tensor, keep_logits: int) -> tuple[Tensor, Tensor]:
-        """Run further tokens; returns logits and taps."""
+        """Run further tokens. Shapes: ids [1, T]; returns logits and taps as Target.verify."""
         if not self._croppable:
             self._before = copy.deepcopy(self.cache)
         return self._target.verify(ids, self.cache, keep_logits)
 
     def keep(self, ids: Tensor, count: int) -> None:
-        """Forget all but the first ``count`` of the tokens just run."""
+        """Forget all but the first ``count`` of the tokens ``ids`` [1, T] just run."""
         rejected = ids.shape[1] - count
         if rejected == 0:
             return

@@ -117,7 +117,7 @@ class DraftOptimizer:
         """Add the gradients of some parameters to the flat sum before ``accumulate`` does.
 
         Where there is none, zeros. Each place once a micro-batch. The current stream may be
-        another than backward's, when it is behind it.
+        another than backward's, when it is behind it. Raises: RuntimeError for a place taken twice.
         """
         if not self._taken.isdisjoint(places):
             raise RuntimeError("gradients were taken in, and then backward ran again")

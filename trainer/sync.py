@@ -84,7 +84,7 @@ class Gradients(Protocol):
         """Add the gradients of some parameters to the flat sum, on the current stream."""
 
     def grad_norm(self) -> Tensor:
-        """Return the 2-norm of the flat sum."""
+        """Return the 2-norm of the flat sum. Shape: []."""
 
 
 class Exchanged(NamedTuple):

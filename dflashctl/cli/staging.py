@@ -29,7 +29,10 @@ Sets = Annotated[
 def train_config(
     options: Options, place: "Place", train: Path | None, sets: list[str] | None
 ) -> "TrainConfig":
-    """Read the configuration, and check it against the devices of the place."""
+    """Read the configuration, and check it against the devices of the place.
+
+    Raises: ConfigurationError.
+    """
     from dflashctl.errors import ConfigurationError
     from dflashctl.gpu_roles import uses_gpus
     from dflashctl.train_file import read_train_config

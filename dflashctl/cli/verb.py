@@ -73,7 +73,10 @@ class Options:
         return RunStore(self.runs_dir or self.inventory_path().parent / "runs")
 
     def place_of(self, tag: str) -> "Place":
-        """Return where the run ``tag`` lives: --limit, else its record, else the only container."""
+        """Return where the run ``tag`` lives: --limit, else its record, else the only container.
+
+        Raises: UsageError.
+        """
         inventory = self.inventory()
         if not self.limits:
             recorded = self.runs().place_of(tag)

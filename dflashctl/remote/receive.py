@@ -74,7 +74,10 @@ def remove_stale(directory: Path, entries: list[Any]) -> None:
 
 
 def receive(directory: Path, entries: list[Any]) -> int:
-    """Write every listed file from the tar on stdin; returns their number."""
+    """Write every listed file from the tar on stdin; returns their number.
+
+    Raises: BadArchiveError.
+    """
     remove_stale(directory, entries)
     listed = {entry[0]: entry for entry in entries}
     done = set()

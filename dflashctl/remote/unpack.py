@@ -59,7 +59,10 @@ def sync_directories(root: Path) -> None:
 
 
 def unpack(partial: Path, files: dict[str, Any]) -> int:
-    """Write the members of the tar on stdin below ``partial``; returns their number."""
+    """Write the members of the tar on stdin below ``partial``; returns their number.
+
+    Raises: BadArchiveError.
+    """
     seen = set()
     with tarfile.open(fileobj=sys.stdin.buffer, mode="r|") as archive:
         for member in archive:

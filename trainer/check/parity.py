@@ -75,7 +75,10 @@ def _compare(subject: Subject, target: Target, draft: DraftModel) -> float:
 
 
 def decode_block(draft: DraftModel, features: Tensor, block: Tensor, anchor: int) -> Tensor:
-    """Draft a block as decoding does: the context comes in two pieces, then the block."""
+    """Draft a block as decoding does: the context comes in two pieces, then the block.
+
+    Shapes: features [S, n * D], block [1, B, D] -> [1, B, D].
+    """
     cache = draft.new_cache()
     cut = anchor // 2
     for part in (features[:cut], features[cut:anchor]):

@@ -52,7 +52,10 @@ def chosen_samples(total: int, count: int, seed: int) -> list[int]:
 
 
 def on_policy(target: Target, samples: Sequence[Sample], seed: int) -> PolicyFacts:
-    """Score trained tokens of the samples with the real target, at most 512 of each."""
+    """Score trained tokens of the samples with the real target, at most 512 of each.
+
+    Raises: ValueError where no sample has a trained token.
+    """
     rng = np.random.default_rng(seed)
     scored: list[Tensor] = []
     for sample in samples:

@@ -56,7 +56,10 @@ class TargetFiles:
 
     @property
     def rope_theta(self) -> float | None:
-        """Theta of full attention; None where the target has no rotary positions."""
+        """Theta of full attention; None where the target has no rotary positions.
+
+        Raises: TargetError for one that is no float.
+        """
         held = getattr(self.text_config, "rope_parameters", None) or {}
         held = held.get("full_attention", held)
         theta = held.get("rope_theta", getattr(self.text_config, "rope_theta", None))
@@ -80,7 +83,10 @@ class TargetFiles:
 
     @cached_property
     def head_name(self) -> str:
-        """Name of the head; the embedding's where the two are tied."""
+        """Name of the head; the embedding's where the two are tied.
+
+        Raises: TargetError where there is none or several.
+        """
         self._whole()
         flags = (self.text_config, self.config)  # a wrapper may say it for its text part
         if any(bool(getattr(held, "tie_word_embeddings", False)) for held in flags):
@@ -118,7 +124,10 @@ class TargetFiles:
 
     @cached_property
     def stop_ids(self) -> frozenset[int]:
-        """Every token that may end an answer: of either configuration and of the tokenizer."""
+        """Every token that may end an answer: of either configuration and of the tokenizer.
+
+        Raises: TargetError for a generation_config.json that is not readable.
+        """
         told: list[Any] = [getattr(self.text_config, "eos_token_id", None)]
         told.append(getattr(self.config, "eos_token_id", None))
         path = self.directory / "generation_config.json"

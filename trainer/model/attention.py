@@ -52,7 +52,10 @@ class SdpaAttention:
         return {kind: dense_mask(layout, rule) for kind, rule in rules.items()}
 
     def attend(self, query: Tensor, context: KeyValue, own: KeyValue, mask: Mask) -> Tensor:
-        """Attend through scaled_dot_product_attention."""
+        """Attend through scaled_dot_product_attention. Shapes: as Attention.attend.
+
+        Raises: TypeError for a mask of another attention.
+        """
         if not isinstance(mask, Tensor):
             raise TypeError(f"sdpa was given a {type(mask).__name__}; make masks with .masks()")
         query, (key, value) = query.transpose(1, 2), _joined(context, own)
@@ -87,7 +90,7 @@ class FlexAttention:
             return {kind: block_mask(layout, rule) for kind, rule in rules.items()}
 
     def attend(self, query: Tensor, context: KeyValue, own: KeyValue, mask: Mask) -> Tensor:
-        """Attend through flex_attention."""
+        """Attend through flex_attention. Shapes: as Attention.attend."""
         query, (key, value) = query.transpose(1, 2), _joined(context, own)
         out: Tensor = self._flex(query, key, value, block_mask=mask, enable_gqa=True)
         return out.transpose(1, 2)
@@ -118,7 +121,10 @@ class SpanAttention:
             }
 
     def attend(self, query: Tensor, context: KeyValue, own: KeyValue, mask: Mask) -> Tensor:
-        """Attend through the kernels."""
+        """Attend through the kernels. Shapes: as Attention.attend.
+
+        Raises: TypeError for a mask of another attention.
+        """
         if not isinstance(mask, Spans):
             raise TypeError(f"spans were given a {type(mask).__name__}; make masks with .masks()")
         return self._attend(query, context, own, mask)

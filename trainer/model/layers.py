@@ -37,6 +37,7 @@ class Rotary:
         """Angles in fp32 whatever the model's dtype: bf16 frequencies are off by radians at 3,000.
 
         There is no buffer, so that no cast of the module can reach the frequencies.
+        Shapes: positions [R, T].
         """
         even = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
         angle = positions[..., None, None].float() * config.rope_theta ** -(even / config.head_dim)

@@ -47,7 +47,10 @@ class BlockLayout:
 
     @classmethod
     def of(cls, anchors: Tensor, anchor_keep: Tensor, documents: Tensor) -> "BlockLayout":
-        """Make the layout; a document is one stretch of its row."""
+        """Make the layout; a document is one stretch of its row.
+
+        Shapes: anchors and anchor_keep [R, N], documents [R, S].
+        """
         places = torch.arange(documents.shape[1], device=documents.device)
         begins = documents != torch.roll(documents, 1, 1)
         begins[:, 0] = True

@@ -55,7 +55,10 @@ class ScaledHead:
         return memory[:, : self.num_rows]
 
     def gradient(self, shares: Tensor, scales: Tensor, out: Tensor) -> None:
-        """Write the gradient but for the label's part. Shapes: [m, W], [m, 1], out [m, D]."""
+        """Write the gradient but for the label's part. Shapes: [m, W], [m, 1], out [m, D].
+
+        Raises: ValueError where the head was quantised for logits alone.
+        """
         if self.columns is None:
             raise ValueError("this head was quantised for logits alone")
         if len(shares):

@@ -97,7 +97,7 @@ def batch_features(target: Target, batch: Batch, cache: FeatureCache) -> Tensor:
 
 
 def gated_features(gate: CompileGate, target: Target, batch: Batch, cache: FeatureCache) -> Tensor:
-    """Return ``batch_features`` made inside the gate.
+    """Return ``batch_features`` [R, S, n * D] made inside the gate.
 
     The target is not compiled, but a compile elsewhere patches ``nn.Module`` for the whole process
     and would reach its forward; and kernels of a library may bring compiled functions of their own.

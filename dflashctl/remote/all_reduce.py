@@ -24,6 +24,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from dflashctl.remote.interpreter import chosen_python
+
 NUM_RANKS = 2
 NUM_TIMED = 5
 PERIOD = 251  # a prime: a block that is shifted by a page or a tile shows
@@ -221,15 +223,6 @@ def verdict(ranks: list[Rank]) -> Json:
     # Bus bandwidth of an all_reduce: 2 (n - 1) / n bytes cross the bus for each byte of the sum.
     bus = left["bytes"] * 2 * (NUM_RANKS - 1) / NUM_RANKS / slowest / 1e9
     return {"outcome": "ok", "bytes": left["bytes"], "bus_gb_per_s": bus}
-
-
-def chosen_python(arguments: Json) -> str:
-    """Return the interpreter that a launch would use."""
-    index = Path(arguments["workspace"], "envs", f"{arguments['requirements_digest']}.json")
-    try:
-        return str(json.loads(index.read_text())["python"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return str(arguments["python"])
 
 
 def main(arguments: Json, extra: dict[str, str]) -> Json:

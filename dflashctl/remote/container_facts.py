@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from dflashctl.remote.interpreter import chosen_python
+
 PYTHON = """
 import importlib.util, json, platform
 found = {"version": platform.python_version()}
@@ -69,15 +71,6 @@ def child(python: str, text: str, limit_s: float) -> Json:
     except (ValueError, IndexError):
         last = err.strip().splitlines()[-1:] or [f"exit status {process.returncode}"]
         return {"error": last[0][:500]}
-
-
-def chosen_python(arguments: Json) -> str:
-    """Return the interpreter that a launch would use."""
-    index = Path(arguments["workspace"], "envs", f"{arguments['requirements_digest']}.json")
-    try:
-        return str(json.loads(index.read_text())["python"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return str(arguments["python"])
 
 
 def disk(path: Path) -> Json:

@@ -23,6 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from dflashctl.remote.digests import digest_of
 from dflashctl.remote.liveness import is_locked
 from dflashctl.remote.processes import start_ticks
 
@@ -36,7 +37,6 @@ CACHE = re.compile(r"([0-9a-f]{12})-torch")  # as a manifest's cache_dir is name
 STEP = re.compile(r"step_(\d{8,})\Z")
 UPLOAD = re.compile(r"\..+\.partial-(\d+)\Z")
 COMPLETE_VERSION = 1
-CHUNK_BYTES = 1 << 20
 
 
 class RefusedError(Exception):
@@ -88,15 +88,6 @@ def is_complete(directory: Path, *, digests: bool) -> bool:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
     return True
-
-
-def digest_of(path: Path) -> str:
-    """Return the sha256 of a file."""
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while chunk := stream.read(CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def children(directory: Path) -> list[Path]:

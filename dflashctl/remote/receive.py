@@ -5,7 +5,6 @@ argv[1]: {"directory", "action": "compare" | "receive"}. The first line on stdin
 object: ``wanted`` (paths that differ) or ``written``; ``error`` when something was wrong.
 """
 
-import hashlib
 import json
 import os
 import sys
@@ -13,20 +12,8 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-CHUNK_BYTES = 1 << 20
-
-
-class BadArchiveError(Exception):
-    """The tar is cut short, or its content is not what the list says."""
-
-
-def digest_of(path: Path) -> str:
-    """Return the sha256 of a file."""
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while chunk := stream.read(CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+from dflashctl.remote.archive import BadArchiveError, members, write_synced
+from dflashctl.remote.digests import digest_of
 
 
 def compare(directory: Path, entries: list[Any]) -> list[str]:
@@ -42,19 +29,12 @@ def compare(directory: Path, entries: list[Any]) -> list[str]:
 
 def receive_one(path: Path, stream: Any, mode: int, sha256: str) -> None:
     """Write one file by temporary name; raises BadArchiveError when it is not what was sent."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    digest = hashlib.sha256()
+    temporary.unlink(missing_ok=True)  # of a killed push whose pid was this one
     try:
-        with temporary.open("wb") as out:
-            while chunk := stream.read(CHUNK_BYTES):
-                digest.update(chunk)
-                out.write(chunk)
-            out.flush()
-            os.fchmod(out.fileno(), mode)
-            os.fsync(out.fileno())
-        if digest.hexdigest() != sha256:
-            raise BadArchiveError(f"{path}: sha256 {digest.hexdigest()}, expected {sha256}")
+        found = write_synced(temporary, stream, mode)
+        if found != sha256:
+            raise BadArchiveError(f"{path}: sha256 {found}, expected {sha256}")
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -80,17 +60,10 @@ def receive(directory: Path, entries: list[Any]) -> int:
     """
     remove_stale(directory, entries)
     listed = {entry[0]: entry for entry in entries}
-    done = set()
-    with tarfile.open(fileobj=sys.stdin.buffer, mode="r|") as archive:
-        for member in archive:
-            if not member.isreg() or member.name not in listed or member.name in done:
-                raise BadArchiveError(f"unexpected member {member.name!r}")
-            _name, mode, sha256, _size = listed[member.name]
-            receive_one(directory / member.name, archive.extractfile(member), mode, sha256)
-            done.add(member.name)
-    if done != set(listed):
-        raise BadArchiveError(f"missing: {', '.join(sorted(set(listed) - done)[:5])}")
-    return len(done)
+    for name, stream in members(listed):
+        _name, mode, sha256, _size = listed[name]
+        receive_one(directory / name, stream, mode, sha256)
+    return len(listed)
 
 
 def main(arguments: dict[str, Any]) -> dict[str, Any]:

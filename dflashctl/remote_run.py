@@ -34,6 +34,7 @@ PACKAGES = ("torch", "transformers", "safetensors", "numpy", "tokenizers")
 OPTIONAL_PACKAGES = ("triton",)
 _CACHE_NAMES = ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE")
 _FACTS_S = 900.0  # the digest of a large data set takes its time
+_START_S = 150.0  # the waits of remote/start.py, one after the other
 _LOCK_HELD, _NO_RUN = 75, 66  # exit statuses of remote/enter.py
 _BAD_INPUT = 2  # exit status of the trainer: the configuration or the data is wrong
 _SOCKET_LIMIT = 100  # a unix socket's path holds 107 bytes
@@ -199,7 +200,7 @@ def start_run(
         "uuids": [gpu.uuid for gpu in manifest.gpus if gpu.uuid],
     }
     program = Program(
-        "start", arguments, [staged_files(manifest, environment)], 90.0, python=manifest.python
+        "start", arguments, [staged_files(manifest, environment)], _START_S, python=manifest.python
     )
     return run_program(transport, program)
 

@@ -32,12 +32,12 @@ from pathlib import Path
 from typing import Any
 
 from dflashctl.remote.json_files import read_json
-from dflashctl.remote.liveness import is_alive
+from dflashctl.remote.liveness import is_alive, is_locked
 
 CHUNK_BYTES = 64 * 1024
 CHUNKS_A_TURN = 16
 HEAD_BYTES = 64  # tells a rewritten file from a grown one
-LOST_AFTER_S = 3.0  # a resume replaces exit.json and process.json one after the other
+LOST_AFTER_S = 3.0  # a resume takes its lock a moment before it sets exit.json aside
 START_WITHIN_S = 20.0
 # A reader that takes nothing for this long is dead behind a stalled link: end, it will come back.
 BLOCKED_S = 60
@@ -194,12 +194,12 @@ class Run:
             state = "alive" if is_alive(process, "runner", "trainer") else "gone"
         if state != self.state:
             self.state, self.since = state, time.monotonic()
-        waited = time.monotonic() - self.since
-        if state == "gone" and waited > LOST_AFTER_S:
-            return "lost", b""
-        if state == "starting" and waited > START_WITHIN_S:
-            return "never-started", b""
-        return None
+        limit_s = {"gone": LOST_AFTER_S, "starting": START_WITHIN_S}.get(state)
+        if limit_s is None or time.monotonic() - self.since <= limit_s:
+            return None
+        if is_locked(self.root / "run.lock"):  # a resume replaces exit.json, then process.json
+            return None
+        return ("lost" if state == "gone" else "never-started"), b""
 
 
 class GpuLook:

@@ -1,8 +1,9 @@
 """The second look at a run that was just started: is it alive, and does it speak?
 
 argv[1]: {"run_dir", "log", "wait_s"}. Waits until the run writes its first event, ends, or wait_s
-have passed. Prints one JSON object: ``state`` is running, ended or lost; ``event`` the first event
-of this start, ``exit`` the exit record, ``log`` the last lines of the log.
+have passed; for one that is about to tell its end a little longer. Prints one JSON object:
+``state`` is running, ended or lost; ``event`` the first event of this start, ``exit`` the exit
+record, ``log`` the last lines of the log.
 """
 
 import json
@@ -12,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from dflashctl.remote.json_files import read_json
-from dflashctl.remote.liveness import is_alive
+from dflashctl.remote.liveness import is_alive, is_locked
 
 POLL_S = 0.02
+END_WAIT_S = 10.0  # for exit.json, while the run's lock is held and no trainer lives
 TAIL_BYTES = 4096  # of the log
 EVENT_BYTES = 1 << 16  # more than an event; the file of a resumed run may have hundreds of MB
 
@@ -51,11 +53,13 @@ def main(arguments: dict[str, Any]) -> dict[str, Any]:
     run_dir = Path(arguments["run_dir"])
     limit = time.monotonic() + arguments["wait_s"]
     while True:
+        held = is_locked(run_dir / "run.lock")  # first: who lets go has written the records
         process = read_json(run_dir / "process.json")
         ended = read_json(run_dir / "exit.json")
         event = last_event(run_dir, (process or {}).get("started_unix_s", 0.0) - 1.0)
         living = is_alive(process, "trainer")
-        over = time.monotonic() > limit
+        left_s = limit - time.monotonic()
+        over = left_s < 0 and (living or not held or left_s < -END_WAIT_S)
         if ended is not None or over or (living and event is not None):
             break
         time.sleep(POLL_S)

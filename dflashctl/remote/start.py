@@ -13,13 +13,14 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from dflashctl.remote.liveness import is_locked
 
 LOCK_WAIT_S = 30.0
-START_WAIT_S = 20.0
+START_WAIT_S = 60.0
 # The runner's own complaints come before its log exists; its stdout is the pane of `attach`.
 WRAP = 'exec "$@" 2>"$0"'
 
@@ -86,7 +87,7 @@ def session_alive(socket: str, tag: str) -> bool:
     if shutil.which("tmux") is None:
         return False
     argv = ["tmux", "-S", socket, "has-session", "-t", f"={tag}"]
-    return subprocess.run(argv, capture_output=True, check=False, timeout=10).returncode == 0
+    return subprocess.run(argv, capture_output=True, check=False, timeout=30).returncode == 0
 
 
 def holds_work(directory: Path) -> bool:
@@ -163,19 +164,22 @@ def start_runner(arguments: dict[str, Any], directory: Path) -> str:
     return way
 
 
-def wait_for_process(directory: Path, old: bytes | None) -> bool:
-    """Wait until the runner has written process.json anew; False when it did not."""
-    path = directory / "process.json"
+def wait_for_process(directory: Path, old: bytes | None, lives: Callable[[], bool]) -> bool:
+    """Wait until the runner has written process.json anew; False when it did not.
+
+    lives: whether what was started is there; words on its stderr alone may be a mere warning.
+    """
+    path, complaint = directory / "process.json", directory / "runner_stderr.log"
     limit = time.monotonic() + START_WAIT_S
     while time.monotonic() < limit:
+        said = complaint.exists() and complaint.stat().st_size > 0
+        ended = said and not lives() and not is_locked(directory / "run.lock")
         try:
             if path.read_bytes() != old:
                 return True
         except FileNotFoundError:
             pass
-        complaint = directory / "runner_stderr.log"
-        said = complaint.exists() and complaint.stat().st_size > 0
-        if said and not is_locked(directory / "run.lock"):
+        if ended:
             return False
         time.sleep(0.01)
     return False
@@ -196,7 +200,8 @@ def main(arguments: dict[str, Any], sent: dict[str, Any]) -> dict[str, Any]:
     old = process.read_bytes() if process.exists() else None
     (directory / "runner_stderr.log").unlink(missing_ok=True)
     way = start_runner(arguments, directory)
-    started = wait_for_process(directory, old)
+    session = (arguments["socket"], arguments["tag"])
+    started = wait_for_process(directory, old, lambda: way == "tmux" and session_alive(*session))
     complaint = directory / "runner_stderr.log"
     text = complaint.read_text(errors="replace")[-2000:] if complaint.exists() else ""
     os.close(lock)

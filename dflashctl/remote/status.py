@@ -51,13 +51,14 @@ def state_of(root: Path, manifest_age_s: float) -> tuple[str, dict[str, Any] | N
     process = read_json(root / "process.json")
     alive = is_alive(process, "runner", "trainer")
     record = read_json(root / "exit.json")  # after the process: it may just have ended
+    if record is None and not alive:
+        # process.json is damaged, or that of a start or a resume is not written yet
+        alive = is_locked(root / "run.lock")
+        record = read_json(root / "exit.json")
     if record is not None:
         return str(record.get("state", "failed")), record
     if alive:
         return "running", None
-    says_who = process is not None and {"runner_pid", "trainer_pid"} <= set(process)
-    if not says_who and is_locked(root / "run.lock"):
-        return "running", None  # process.json is damaged, or just being written
     if process is not None:
         return "lost", None
     return ("starting" if manifest_age_s < START_WITHIN_S else "never-started"), None

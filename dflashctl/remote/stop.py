@@ -23,6 +23,7 @@ BEAT_S = 2.0
 TERM_GRACE_S = 10.0
 KILL_GRACE_S = 10.0
 RECORD_WAIT_S = 10.0
+SETTLE_S = 5.0  # from the lock of a start to its process.json, and from exit.json to a free lock
 
 
 def read_process(run_dir: Path) -> dict[str, Any] | None:
@@ -98,6 +99,21 @@ def wait_for(path: Path) -> dict[str, Any] | None:
     return value
 
 
+def settled(run_dir: Path) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """Return process and exit record once they agree with the lock.
+
+    A resume takes the lock, sets exit.json aside and writes process.json anew: in between the run
+    is neither what the records say nor over.
+    """
+    limit = time.monotonic() + SETTLE_S
+    while True:
+        held = is_locked(run_dir / "run.lock")  # first: who lets go has written the records
+        process, ended = read_process(run_dir), read_json(run_dir / "exit.json")
+        if not held or is_alive(process, "trainer") or time.monotonic() > limit:
+            return process, ended
+        time.sleep(POLL_S)
+
+
 def unknown_process(run_dir: Path) -> dict[str, Any]:
     """Return the error for a run that lives while process.json does not say what to signal."""
     pids = lock_holders(run_dir / "run.lock")
@@ -113,12 +129,9 @@ def main(arguments: dict[str, Any]) -> dict[str, Any]:
     if not run_dir.is_dir():
         text = f"there is no run {arguments['tag']} in the container"
         return {"error": {"kind": "usage", "message": text, "hint": "dflashctl runs list"}}
-    process, ended = read_process(run_dir), read_json(run_dir / "exit.json")
+    process, ended = settled(run_dir)
     if process is None and ended is None and is_locked(run_dir / "run.lock"):
-        wait_for(run_dir / "process.json")  # it is just being started
-        process = read_process(run_dir)
-        if process is None and is_locked(run_dir / "run.lock"):
-            return unknown_process(run_dir)
+        return unknown_process(run_dir)
     if process is None or ended is not None or not is_alive(process, "trainer"):
         gone = session_gone(arguments["socket"], arguments["tag"])
         return {"ended_before": True, "signal": None, "exit": ended, "session_gone": gone}

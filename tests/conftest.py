@@ -22,6 +22,15 @@ def _go_without(reason: str) -> NoReturn:
     pytest.skip(reason)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Let --timeout lengthen the limits that tests set for themselves, and shorten none."""
+    least_s = config.getoption("timeout", None)
+    for item in items:
+        own = item.get_closest_marker("timeout")
+        if own is not None and least_s is not None and own.args[0] < least_s:
+            item.add_marker(pytest.mark.timeout(least_s), append=False)
+
+
 @pytest.fixture(scope="session")
 def lab_site() -> Iterator[Lab]:
     """kpro6 (8 GPUs; container 200 runs, 201 is stopped) and kpro7 (2 GPUs; container 200).

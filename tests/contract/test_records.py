@@ -132,6 +132,6 @@ def test_contract_is_importable_without_site_packages_and_loads_the_library_alon
         " if n.startswith('trainer.') and not n.startswith('trainer.contract')))"
     )
     argv = [sys.executable, "-I", "-S", "-c", code]
-    done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=20)
+    done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[] []"
     assert len(names) >= 9

@@ -228,7 +228,7 @@ def test_kill_at_any_moment_leaves_a_complete_checkpoint(tmp_path: Path) -> None
             announced = int(writer.stdout.readline())
         time.sleep(delay_s)
         writer.send_signal(signal.SIGKILL)
-        writer.communicate(timeout=10)
+        writer.communicate()
         path, _skipped = latest_complete(root, digests=True)
         assert path is not None
         state = checkpoint.load(path)

@@ -42,8 +42,6 @@ def test_each_thread_meets_every_shape_and_steps_on_none_before_its_first() -> N
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")  # numpy has a thread
 def test_start_that_crashes_or_hangs_is_told_with_its_stacks() -> None:
-    limits = Limits(limit_s=20.0, silence_s=2.0)
-
     def crash(tell: Tell) -> None:
         tell({"thread": 0, "silent": [], "wrong": False})
         os.kill(os.getpid(), signal.SIGSEGV)
@@ -52,7 +50,8 @@ def test_start_that_crashes_or_hangs_is_told_with_its_stacks() -> None:
         tell({"thread": 0, "silent": [], "wrong": False})
         signal.pause()
 
-    crashed, hung = (fork_start("gate", 0, start, limits) for start in (crash, hang))
+    crashed = fork_start("gate", 0, crash, Limits(limit_s=60.0, silence_s=60.0))
+    hung = fork_start("gate", 0, hang, Limits(limit_s=60.0, silence_s=3.0))
     assert (crashed.crashed, crashed.hung, crashed.steps) == (1, 0, 1)
     assert crashed.errors == {"SIGSEGV": 1}
     assert crashed.stacks[0].startswith("crashed in File")

@@ -201,7 +201,7 @@ def test_thread_stays_on_those_near_cores_that_the_process_may_use(tmp_path: Pat
 
     thread = threading.Thread(target=body)
     thread.start()
-    thread.join(10)
+    thread.join(20)
     assert found == [{one}, {one}]
     assert os.sched_getaffinity(0) == before  # of this thread alone
     far = _sys_tree(tmp_path / "far", "0", ["4000-4010", "5000"])

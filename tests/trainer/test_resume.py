@@ -11,6 +11,8 @@ from benchmarks.kill_loop import kill_once, outcome
 from trainer.contract.events import EventDecoder
 from trainer.session import Session
 
+pytestmark = pytest.mark.timeout(120)  # each trains twice, with evaluations
+
 MakeRun = Callable[..., Path]
 NUM_STEPS = 60
 

@@ -60,7 +60,7 @@ class Replicas:
         for one in threads:
             one.start()
         for one in threads:
-            one.join(10)
+            one.join(20)
         assert not any(one.is_alive() for one in threads), "a replica waits for another"
 
     def step(self, rank: int, *micro_batches: list[Tensor | None]) -> None:
@@ -203,7 +203,7 @@ def test_abort_wakes_a_replica_that_waits_for_the_others() -> None:
             waits.set()
             replicas.step(0, _drawn(0))
         else:
-            waits.wait(10)
+            waits.wait(20)
             replicas.sync.abort()
 
     replicas.run(body)

@@ -124,7 +124,7 @@ def test_smollm2_trains_resumes_evaluates_and_exports(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(120)
 def test_ten_samples_learnt_by_heart_are_accepted_more_than_three_at_a_time(
     make_run: MakeRun, tmp_path: Path
 ) -> None:

@@ -115,12 +115,12 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         info.mkdir()
         (info / "METADATA").write_text(f"Name: {name.replace('_', '-')}\nVersion: {version}\n")
     argv = [sys.executable, "-c", SCRIPT, str(site), str(Path(__file__).parents[3])]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=110)
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout))
 
 
-pytestmark = pytest.mark.timeout(90)  # the first of these tests starts a Python with torch
+pytestmark = pytest.mark.timeout(120)  # the first of these tests starts a Python with torch
 
 
 def test_packed_hybrid_is_taken_where_every_kernel_knows_the_boundaries(told: dict[str, Any]):

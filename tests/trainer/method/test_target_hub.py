@@ -54,7 +54,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[float, list[Any]]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=110,
         env=environment,
         cwd=Path(__file__).parents[3],
     )
@@ -64,7 +64,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[float, list[Any]]:
     )
 
 
-pytestmark = pytest.mark.timeout(90)  # the first of these tests starts a Python with torch
+pytestmark = pytest.mark.timeout(120)  # the first of these tests starts a Python with torch
 
 
 def test_revision_is_loaded_from_the_cache(told: tuple[float, list[Any]]):

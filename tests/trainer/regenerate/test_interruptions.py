@@ -106,7 +106,7 @@ def test_answer_that_takes_too_long_is_asked_for_again(
 
     def answer(body: Any, times: int) -> Any:
         if times == 0:
-            released.wait(20)  # until the end of the test
+            released.wait(60)  # until the end of the test
         return echo(body)
 
     chat_server.answer = answer
@@ -166,7 +166,7 @@ def _process(chat_server: ChatServer, source: Path, output: Path) -> "subprocess
 
 
 def _finish(process: "subprocess.Popen[str]") -> str:
-    _, stderr = process.communicate(timeout=25)
+    _, stderr = process.communicate(timeout=60)
     assert process.returncode == 0, stderr
     return stderr
 
@@ -184,7 +184,7 @@ def test_killed_twice_and_run_again_it_gives_the_same_file_and_asks_nothing_twic
         reached, hold = threading.Event(), threading.Event()
         chat_server.answer = _Stalling(chat_server, kill_at, reached, hold)
         process = _process(chat_server, source, output)
-        assert reached.wait(20)
+        assert reached.wait(60)
         process.send_signal(signal.SIGKILL)
         process.communicate()
         hold.set()
@@ -214,7 +214,7 @@ class _Stalling:
     def __call__(self, body: Any, _times: int) -> Any:
         if len(self.server.asked) >= self.stop_at:
             self.reached.set()
-            self.hold.wait(20)
+            self.hold.wait(60)
         return echo(body)
 
 
@@ -223,9 +223,9 @@ def test_interrupt_is_one_line_and_keeps_what_is_answered(chat_server: ChatServe
     chat_server.answer = _Stalling(chat_server, 10, reached, hold)
     source = write_chats(tmp_path / "in.jsonl", questions(20))
     process = _process(chat_server, source, tmp_path / "out.jsonl")
-    assert reached.wait(20)
+    assert reached.wait(60)
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=25)
+    _, stderr = process.communicate(timeout=60)
     hold.set()
     assert process.returncode == 10
     assert stderr.splitlines()[-1] == "error: interrupted"

@@ -29,7 +29,7 @@ from trainer.regenerate.run import Files, regenerate
 def test_output_keeps_the_inputs_order_whatever_order_answers_come_in(
     chat_server: ChatServer, make_options: MakeOptions
 ):
-    later = threading.Barrier(4, timeout=10)
+    later = threading.Barrier(4, timeout=60)
 
     def answer(body: Any, _times: int) -> Any:
         number = int(body["messages"][-1]["content"].split()[1])
@@ -52,7 +52,7 @@ def test_output_keeps_the_inputs_order_whatever_order_answers_come_in(
 def test_concurrency_is_reached_and_never_passed(
     chat_server: ChatServer, make_options: MakeOptions
 ):
-    full = threading.Barrier(6, timeout=10)  # passes only when six questions are asked together
+    full = threading.Barrier(6, timeout=60)  # passes only when six questions are asked together
 
     def answer(body: Any, _times: int) -> Any:
         full.wait()

@@ -168,7 +168,7 @@ def shared_options() -> list[TyperOption]:
         _option("accept_new", "--accept-new", help="trust unknown host keys", is_flag=True),
         _option("yes", "--yes", "-y", help="answer yes", is_flag=True, envvar="DFLASHCTL_YES"),
         _option("debug", "--debug", help="show the traceback of an error", is_flag=True),
-        _option("verbose", "--verbose", "-v", help="say more", count=True),
+        _option("verbose", "--verbose", "-v", help="say more", type=int, count=True),
         _option(
             "runs_dir", "--runs-dir", help="run records (default: beside hosts.yaml)",
             metavar="DIR", type=str,

@@ -1,10 +1,14 @@
 """The training configuration: defaults, checks, and errors that name the key."""
 
+import json
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import trainer
 from trainer.contract.config import TrainConfig, with_override
 from trainer.contract.errors import ConfigError
 
@@ -244,3 +248,14 @@ def test_settings_that_prove_nothing_of_others_are_named_as_experiments() -> Non
     )
     allowed = TrainConfig.from_dict(_with("compile", allow_fallback=True))
     assert allowed.compile.experiments == ("compile.allow_fallback=true",)
+
+
+def test_the_page_about_train_yaml_has_every_key_with_its_default() -> None:
+    page = Path(trainer.__file__).parents[1] / "docs/train_yaml.md"
+    told = dict(re.findall(r"^\| `([a-z0-9_.]+)` \| (.+?) \|", page.read_text(), re.MULTILINE))
+    expected = {"seed": "0"}
+    for section, values in TrainConfig().to_dict().items():
+        for key, value in values.items() if section != "seed" else ():
+            plain = value if isinstance(value, str) else json.dumps(value)
+            expected[f"{section}.{key}"] = "to be set" if key in NEEDED.get(section, {}) else plain
+    assert told == expected

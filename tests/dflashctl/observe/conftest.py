@@ -95,8 +95,10 @@ class HandMadeRun:
             child.wait()
 
     def end(self, rc: int | None = 0, signal: int | None = None) -> None:
-        """End both processes and write exit.json by rename."""
-        self.kill()
+        """As the runner does: exit.json by rename once the trainer is gone, then its own end."""
+        for trainer in self.children[1:]:
+            trainer.kill()
+            trainer.wait()
         record = ExitRecord(
             run_id=f"id-{self.tag}",
             state=classify(rc, signal),
@@ -111,6 +113,7 @@ class HandMadeRun:
         partial = self.root / ".exit.json"
         partial.write_text(record.to_json())
         partial.rename(Path(self.layout.exit))
+        self.kill()
 
     def follow_pids(self) -> list[int]:
         """Processes of the follow program that read this run."""

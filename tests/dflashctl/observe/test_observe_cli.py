@@ -62,11 +62,9 @@ def laptop(
     return made
 
 
-def until(condition: Callable[[], object], within_s: float = 10.0) -> None:
-    end_s = time.monotonic() + within_s
+def until(condition: Callable[[], object]) -> None:
     while not condition():
-        assert time.monotonic() < end_s, "it did not happen in time"
-        time.sleep(0.05)
+        time.sleep(0.05)  # the time limit of the test ends this
 
 
 def test_watch_without_a_terminal_prints_lines_and_the_end_and_exits_0(
@@ -116,7 +114,7 @@ def test_ctrl_c_leaves_the_run_alone_says_so_and_exits_130(laptop: Laptop, run: 
     assert process.stdout is not None
     assert b"phase" in process.stdout.readline()
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=10)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert err.decode().startswith("the run fresh7 goes on without this view\n")
     assert "dflashctl watch fresh7" in err.decode()
@@ -130,7 +128,7 @@ def test_a_watch_that_is_killed_leaves_no_follow_program_behind(laptop: Laptop, 
     until(run.follow_pids)
     process.kill()
     process.wait()
-    until(lambda: run.follow_pids() == [], within_s=6)
+    until(lambda: run.follow_pids() == [])
     assert [child.poll() for child in run.children] == [None, None]
 
 
@@ -142,14 +140,14 @@ def on_a_terminal(laptop: Laptop, action: Callable[[subprocess.Popen[bytes]], ob
     seen, acted = b"", False
     with contextlib.suppress(OSError):  # the terminal is closed: the process ended
         while True:
-            ready, _, _ = select.select([ours], [], [], 15)
+            ready, _, _ = select.select([ours], [], [], 60)
             assert ready
             seen += os.read(ours, 65536)
             if not acted and b"not markup" in seen:
                 action(process)
                 acted = True
     os.close(ours)
-    process.wait(timeout=5)
+    process.wait(timeout=60)
     return seen
 
 
@@ -180,7 +178,7 @@ def test_watch_without_a_tag_takes_the_run_that_runs(laptop: Laptop, run: Any) -
     process = laptop.start("watch", stdout=subprocess.PIPE)
     until(run.follow_pids)
     run.end(0)
-    out, _ = process.communicate(timeout=10)
+    out, _ = process.communicate(timeout=60)
     assert out.startswith(b"run fresh7 finished")
 
 
@@ -197,9 +195,9 @@ def test_logs_gives_the_bytes_of_the_log(laptop: Laptop, run: Any) -> None:
     content = b"one\n\x1b[31mred\x1b[0m \xff\r50%\rlast line without end"
     run.log.write_bytes(content)
     process = laptop.start("logs", "fresh7", stdout=subprocess.PIPE)
-    assert process.communicate(timeout=20)[0] == content
+    assert process.communicate(timeout=60)[0] == content
     process = laptop.start("logs", "fresh7", "-n", "1", stdout=subprocess.PIPE)
-    assert process.communicate(timeout=20)[0] == content.split(b"\n")[1]
+    assert process.communicate(timeout=60)[0] == content.split(b"\n")[1]
 
 
 def test_logs_into_head_ends_quietly(laptop: Laptop, run: Any) -> None:
@@ -211,7 +209,7 @@ def test_logs_into_head_ends_quietly(laptop: Laptop, run: Any) -> None:
     process.stdout.close()
     assert process.stderr.read() == b""
     process.stderr.close()
-    assert process.wait(timeout=10) == 0
+    assert process.wait(timeout=60) == 0
     until(lambda: run.follow_pids() == [])
 
 
@@ -226,7 +224,7 @@ def test_logs_f_goes_on_over_lost_links_and_ends_with_the_run(laptop: Laptop, ru
         stream.write(b"after\n")
     assert process.stdout.readline() == b"after\n"
     run.end(0)
-    out, err = process.communicate(timeout=10)
+    out, err = process.communicate(timeout=60)
     assert (out, process.returncode) == (b"", 0)
     told = err.decode().splitlines()
     assert "trying again" in told[0]

@@ -27,7 +27,8 @@ pytestmark = [pytest.mark.lab, pytest.mark.slow]
 QUICK = Backoff(first_s=0.1, limit_s=0.5, down_s=1.0)
 REPOSITORY = Path(dflashctl.__file__).resolve().parents[1]
 
-# Runs in the container: a run whose "trainer" writes lines and events for some seconds.
+# Runs in the container: a run whose "trainer" writes lines and events for some seconds, or until
+# there is a file "enough" beside its log.
 RUN = """
 import json, os, sys, time
 tag, seconds = sys.argv[1], float(sys.argv[2])
@@ -46,7 +47,7 @@ for fd in (0, 1, 2):
     os.dup2(os.open("/dev/null", os.O_RDWR), fd)
 log, metrics = open(log_path, "ab", 0), open(f"{root}/metrics.jsonl", "ab", 0)
 end, number = time.monotonic() + seconds, 0
-while time.monotonic() < end:
+while time.monotonic() < end and not os.path.exists(f"{root}/enough"):
     number += 1
     line = b"line %d of the log\\n" % number
     log.write(line[:7]); log.write(line[7:])
@@ -117,15 +118,16 @@ class Watcher(threading.Thread):
     def of(self, kind: type) -> list[Any]:
         return [item for item in list(self.items) if isinstance(item, kind)]
 
-    def until(self, condition: Callable[[], object], within_s: float = 20.0) -> None:
+    def until(self, condition: Callable[[], object], within_s: float = 60.0) -> None:
         end_s = time.monotonic() + within_s
         while not condition():
             assert self.is_alive()
             assert time.monotonic() < end_s, "it did not happen in time"
             time.sleep(0.02)
 
-    def check_every_line_once(self) -> None:
-        self.join(timeout=20)
+    def check_every_line_once(self, lab_site: Lab) -> None:
+        lab_site.in_container("kpro6", 200, f"touch {self._what.root}/enough")
+        self.join(timeout=60)
         (ended,) = self.of(Ended)
         last = ended.record.last_step
         lines = b"".join(item.data for item in self.of(LogBytes)).splitlines()
@@ -133,11 +135,11 @@ class Watcher(threading.Thread):
         assert [item.event["step"] for item in self.of(RunEvent)] == list(range(1, last + 1))
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 def test_every_line_comes_once_although_sshd_is_killed_three_times(
     lab_site: Lab, place: Place, start_run: Callable[[str, float], str]
 ) -> None:
-    watcher = Watcher(place, start_run("sshd", 9.0))
+    watcher = Watcher(place, start_run("sshd", 100.0))
     for number in (1, 2, 3):
         seen = len(watcher.of(LogBytes))
         watcher.until(lambda seen=seen: len(watcher.of(LogBytes)) > seen + 5)
@@ -147,19 +149,19 @@ def test_every_line_comes_once_although_sshd_is_killed_three_times(
                 [item.kind for item in watcher.of(Notice)].count("connected") >= number
             )
         )
-    watcher.check_every_line_once()
+    watcher.check_every_line_once(lab_site)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 def test_every_line_comes_once_although_the_network_is_cut(
     lab_site: Lab, place: Place, start_run: Callable[[str, float], str]
 ) -> None:
-    watcher = Watcher(place, start_run("cut", 8.0))
+    watcher = Watcher(place, start_run("cut", 100.0))
     watcher.until(lambda: len(watcher.of(LogBytes)) > 5)
     lab_site.fault("kpro6", "net", "cut")
     watcher.until(lambda: len(watcher.of(Notice)) >= 3)
     lab_site.fault("kpro6", "net", "off")
-    watcher.check_every_line_once()
+    watcher.check_every_line_once(lab_site)
     assert {item.kind for item in watcher.of(Notice)} == {"disconnected", "connected"}
 
 
@@ -167,24 +169,23 @@ def test_every_line_comes_once_although_the_network_is_cut(
 def test_a_link_that_is_silent_is_given_up_and_goes_on_at_the_next_byte(
     lab_site: Lab, inventory: Inventory, start_run: Callable[[str, float], str]
 ) -> None:
-    watcher = Watcher(of_backend(inventory, "fabric"), start_run("stall", 18.0))
+    watcher = Watcher(of_backend(inventory, "fabric"), start_run("stall", 100.0))
     watcher.until(lambda: len(watcher.of(LogBytes)) > 5)
     lab_site.fault("kpro6", "net", "stall")
-    watcher.until(lambda: watcher.of(Notice), within_s=40)
+    watcher.until(lambda: watcher.of(Notice))
     lab_site.fault("kpro6", "net", "off")
-    watcher.until(lambda: "connected" in [item.kind for item in watcher.of(Notice)], within_s=40)
-    watcher.join(timeout=40)
-    watcher.check_every_line_once()
+    watcher.until(lambda: "connected" in [item.kind for item in watcher.of(Notice)])
+    watcher.check_every_line_once(lab_site)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 def test_a_container_that_stops_under_the_watcher_ends_it_with_that_reason(
     lab_site: Lab, place: Place, start_run: Callable[[str, float], str]
 ) -> None:
     watcher = Watcher(place, start_run("down", 60.0))
     watcher.until(lambda: len(watcher.of(LogBytes)) > 5)
     lab_site.in_host("kpro6", ["pct", "stop", "200"])
-    watcher.join(timeout=30)
+    watcher.join(timeout=60)
     assert isinstance(watcher.failure, ContainerDownError)
 
 
@@ -194,7 +195,7 @@ def followers(lab_site: Lab) -> int:
     return len(lab_site.in_container("kpro6", 200, script).stdout.splitlines())
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("backend", ["fabric", "openssh"])
 def test_a_watch_that_is_killed_leaves_no_follow_program_in_the_container(
     lab_site: Lab, tmp_path: Path, start_run: Callable[[str, float], str], backend: str
@@ -205,16 +206,13 @@ def test_a_watch_that_is_killed_leaves_no_follow_program_in_the_container(
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     argv = [sys.executable, "-m", "dflashctl", "watch", "orphan", "-l", "kpro6/200"]
     process = subprocess.Popen(argv, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL)
-    end_s = time.monotonic() + 15
     while followers(lab_site) == 0:
-        assert time.monotonic() < end_s
+        assert process.poll() is None
         time.sleep(0.1)
     process.kill()
     process.wait()
-    end_s = time.monotonic() + 8
     while followers(lab_site) > 0:
-        assert time.monotonic() < end_s
-        time.sleep(0.1)
+        time.sleep(0.1)  # the time limit of the test ends this
 
 
 def test_status_of_all_runs_of_a_container_is_one_pct_call_and_knows_its_clock(
@@ -269,7 +267,7 @@ def test_pull_through_pct_brings_the_bytes_that_are_there(
         assert (tmp_path / "bring" / name).read_bytes() == there
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 def test_a_pull_whose_link_is_cut_says_how_to_go_on_and_does(
     lab_site: Lab, place: Place, start_run: Callable[[str, float], str], tmp_path: Path
 ) -> None:

@@ -99,7 +99,7 @@ def clear_away(state: Path, deadline: float) -> None:
             time.sleep(_TICK_S)
     cgroup = read_json(state / "lab.json").get("cgroup")
     if cgroup:
-        _remove_cgroups(cgroup)
+        _remove_cgroups(cgroup, deadline)
     # The marker goes last: killed in between, the rest is still known as a lab's.
     for path in sorted(state.iterdir(), key=lambda p: p.name == MARKER):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -110,7 +110,7 @@ def clear_away(state: Path, deadline: float) -> None:
             raise
 
 
-def _remove_cgroups(name: str) -> None:
+def _remove_cgroups(name: str, deadline: float) -> None:
     """Remove a lab's cgroups. LXC made them below the root or below the cgroup of some process."""
     tops = []
     for directory, below, _ in os.walk(_CGROUPS):
@@ -119,16 +119,18 @@ def _remove_cgroups(name: str) -> None:
             tops.append(Path(directory, name))
     for top in tops:
         for directory, _, _ in os.walk(top, topdown=False):  # children first
-            _remove_cgroup(Path(directory))
+            _remove_cgroup(Path(directory), deadline)
 
 
-def _remove_cgroup(directory: Path) -> None:
-    for _ in range(50):  # the kernel needs a moment to empty the cgroup of killed processes
+def _remove_cgroup(directory: Path, deadline: float) -> None:
+    while True:
         try:
             directory.rmdir()
         except FileNotFoundError:
             return
-        except OSError:
-            time.sleep(0.05)
+        except OSError:  # the kernel needs a moment to empty the cgroup of killed processes
+            if time.monotonic() > deadline:
+                return
+            time.sleep(_TICK_S)
         else:
             return

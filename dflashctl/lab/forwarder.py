@@ -22,16 +22,18 @@ class Line:
 
     def __init__(self, faults: Path) -> None:
         self._faults = faults
+        self._reading = threading.Lock()  # else one that read long ago may have the last word
         self._read_at = float("-inf")
         self._mode = "ok"
 
     def mode(self) -> str:
         """What faults.json says, at most a tenth of a second old."""
-        now = time.monotonic()
-        if now - self._read_at > TICK_S:
-            self._read_at = now
-            self._mode = read_json(self._faults).get("net", "ok")
-        return self._mode
+        with self._reading:
+            now = time.monotonic()
+            if now - self._read_at > TICK_S:
+                self._read_at = now
+                self._mode = read_json(self._faults).get("net", "ok")
+            return self._mode
 
 
 class Forwarder:

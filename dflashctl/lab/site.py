@@ -45,8 +45,8 @@ from dflashctl.lab.state import (
 )
 
 _START_S = 60.0
-_END_S = 20.0
-_LET_GO_S = 5.0
+_END_S = 30.0
+_LET_GO_S = 20.0
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -108,8 +108,8 @@ class Lab:
             self._write_state(spec, ports, claim.fd)
             descriptors = {name: s.fileno() for name, s in listeners.items()}
             started = self._start_supervisor(descriptors, claim.fd, owner)
+            reason = "" if started else self._log()  # a `down` may clear the directory away next
         if not started:
-            reason = self._log()
             self.down()
             raise LabError(f"the lab did not start:\n{reason}")
         for name, port in ports.items():
@@ -260,7 +260,7 @@ class Lab:
                 return
             if recorded_pids(self.state):
                 break
-            time.sleep(_LET_GO_S / 100)
+            time.sleep(0.05)
         if claim is None:
             raise in_use(self.state)
         with claim:

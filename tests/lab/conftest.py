@@ -12,10 +12,10 @@ Ssh = Callable[..., subprocess.CompletedProcess[bytes]]
 
 @pytest.fixture
 def ssh(lab_site: Lab) -> Ssh:
-    """ssh(host, command, *options, stdin=b"", timeout=20): the ssh program, bytes captured."""
+    """ssh(host, command, *options, stdin=b"", timeout=60): the ssh program, bytes captured."""
 
     def run(
-        host: str, command: str, *options: str, stdin: bytes = b"", timeout: float = 20
+        host: str, command: str, *options: str, stdin: bytes = b"", timeout: float = 60
     ) -> subprocess.CompletedProcess[bytes]:
         argv = ["ssh", "-F", str(lab_site.ssh_config), *options, host, command]
         return subprocess.run(argv, input=stdin, capture_output=True, timeout=timeout, check=False)

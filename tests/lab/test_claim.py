@@ -10,7 +10,7 @@ import pytest
 from dflashctl.errors import LabError
 from dflashctl.lab.claim import MARKER, clear_away, create, refuse_foreign_directory, take
 
-_LONG_S = 20.0
+_LONG_S = 100.0
 
 
 def make_and_clear(state: Path) -> None:

@@ -61,7 +61,7 @@ def test_run_has_the_terminal_and_the_exit_status_of_its_command(lab_site: Lab) 
     argv = arguments("-m", "dflashctl", "lab", "run", "--state", lab_site.state, "--", *ssh)
     command = [sys.executable, *argv]
     done = subprocess.run(
-        command, cwd=ROOT, input=b"typed", capture_output=True, check=False, timeout=25
+        command, cwd=ROOT, input=b"typed", capture_output=True, check=False, timeout=60
     )
     assert (done.returncode, done.stdout, done.stderr) == (3, b"typed", b"")
 

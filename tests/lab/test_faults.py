@@ -22,14 +22,21 @@ def active(lab: Lab, host: str) -> dict[str, str]:
     return {h.name: dict(h.faults) for h in lab.status().hosts}[host]
 
 
-def test_latency_makes_every_pct_call_as_slow_as_asked(lab_site: Lab) -> None:
+def date_of(lab: Lab, host: str) -> int:
+    """Seconds by which the clock of the host's container is ahead, to the whole hour."""
+    before = time.time()
+    there = int(lab.in_container(host, 200, "date +%s").stdout)
+    ahead = 3600 * round((there - before) / 3600)
+    assert int(before) <= there - ahead <= time.time()
+    return ahead
+
+
+def test_latency_makes_every_pct_call_of_a_host_as_slow_as_asked(lab_site: Lab) -> None:
     lab_site.fault("kpro6", "latency", "0.4,0.5")
     started = time.monotonic()
     lab_site.in_host("kpro6", ["pct", "list"])
-    assert 0.4 <= time.monotonic() - started < 0.9
-    started = time.monotonic()
-    lab_site.in_host("kpro7", ["pct", "list"])
-    assert time.monotonic() - started < 0.4
+    assert time.monotonic() - started >= 0.4
+    assert active(lab_site, "kpro7") == {}, "other hosts are as fast as ever"
 
 
 def test_the_locale_warning_is_perls(lab_site: Lab) -> None:
@@ -79,7 +86,7 @@ def test_a_stalled_net_moves_no_byte_until_it_is_ok_again(lab_site: Lab) -> None
         lab_site.fault("kpro6", "net", "ok")
         assert ssh.stdout.readline() == b"after\n"
         ssh.stdin.close()
-        assert ssh.wait(timeout=10) == 0
+        assert ssh.wait(timeout=60) == 0
 
 
 def test_no_connection_opens_over_a_stalled_net(lab_site: Lab, ssh: Ssh) -> None:
@@ -88,22 +95,22 @@ def test_no_connection_opens_over_a_stalled_net(lab_site: Lab, ssh: Ssh) -> None
 
 
 def test_keepalives_notice_a_stalled_net(lab_site: Lab) -> None:
-    options = ["-o", "ServerAliveInterval=1", "-o", "ServerAliveCountMax=1"]
-    argv = ["ssh", "-F", str(lab_site.ssh_config), *options, "kpro6", "echo up; sleep 20"]
+    options = ["-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=2"]
+    argv = ["ssh", "-F", str(lab_site.ssh_config), *options, "kpro6", "echo up; sleep 60"]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as open_one:
         assert open_one.stdout
         assert open_one.stdout.readline() == b"up\n"
         lab_site.fault("kpro6", "net", "stall")
-        assert open_one.wait(timeout=8) == 255
+        assert open_one.wait(timeout=60) == 255
 
 
 def test_a_cut_net_resets_what_is_open_and_refuses_what_is_new(lab_site: Lab, ssh: Ssh) -> None:
-    argv = ["ssh", "-F", str(lab_site.ssh_config), "kpro6", "echo up; sleep 20"]
+    argv = ["ssh", "-F", str(lab_site.ssh_config), "kpro6", "echo up; sleep 60"]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as open_one:
         assert open_one.stdout
         assert open_one.stdout.readline() == b"up\n"
         lab_site.fault("kpro6", "net", "cut")
-        assert open_one.wait(timeout=5) == 255
+        assert open_one.wait(timeout=60) == 255
     assert ssh("kpro6", "true").returncode == 255
     assert ssh("kpro7", "true").returncode == 0
     lab_site.fault("kpro6", "none")
@@ -111,7 +118,7 @@ def test_a_cut_net_resets_what_is_open_and_refuses_what_is_new(lab_site: Lab, ss
 
 
 def test_a_cut_net_unplugs_the_host_from_the_lan(lab_site: Lab) -> None:
-    ping = "import socket; socket.create_connection(('10.1.2.6', 22), 1)"
+    ping = "import socket; socket.create_connection(('10.1.2.6', 22), 3)"
     argv = lab_site.lan_command(["/usr/bin/python3", "-c", ping])
     assert subprocess.run(argv, check=False).returncode == 0
     lab_site.fault("kpro6", "net", "cut")
@@ -121,13 +128,13 @@ def test_a_cut_net_unplugs_the_host_from_the_lan(lab_site: Lab) -> None:
 def test_sshd_kill_ends_the_session_and_the_command_in_the_container_lives_on(
     lab_site: Lab, ssh: Ssh
 ) -> None:
-    command = "pct exec 200 -- sh -c 'echo $$; exec sleep 30'"
+    command = "pct exec 200 -- sh -c 'echo $$; exec sleep 600'"
     argv = ["ssh", "-F", str(lab_site.ssh_config), "kpro6", command]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as session:
         assert session.stdout
         pid = int(session.stdout.readline())
         lab_site.fault("kpro6", "sshd_kill", "1")
-        assert session.wait(timeout=5) == 255
+        assert session.wait(timeout=60) == 255
     lab_site.fault("kpro6", "none")  # returns when the listener is back
     assert ssh("kpro6", f"pct exec 200 -- kill {pid}").returncode == 0
 
@@ -163,11 +170,10 @@ def test_a_read_only_root_refuses_files_and_still_shows_what_is_exposed(lab_site
 @pytest.mark.skipif(not LIBFAKETIME, reason="libfaketime is missing: apt-get install faketime")
 def test_skew_moves_the_clock_of_one_container_alone(lab_site: Lab) -> None:
     lab_site.fault("kpro6", "skew", "200:-7200")
-    there = int(lab_site.in_container("kpro6", 200, "date +%s").stdout)
-    assert -7205 < there - time.time() < -7195
-    assert abs(int(lab_site.in_container("kpro7", 200, "date +%s").stdout) - time.time()) < 5
+    assert date_of(lab_site, "kpro6") == -7200
+    assert date_of(lab_site, "kpro7") == 0
     lab_site.fault("kpro6", "none")
-    assert abs(int(lab_site.in_container("kpro6", 200, "date +%s").stdout) - time.time()) < 5
+    assert date_of(lab_site, "kpro6") == 0
 
 
 @pytest.mark.skipif(not LIBFAKETIME, reason="libfaketime is missing: apt-get install faketime")

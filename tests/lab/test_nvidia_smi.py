@@ -12,7 +12,7 @@ from dflashctl.lab.site import Lab
 from dflashctl.lab.state import read_json, write_json
 
 Ssh = Callable[..., subprocess.CompletedProcess[bytes]]
-Load = Callable[[str, str], None]
+Load = Callable[..., None]
 pytestmark = pytest.mark.lab
 
 APPS = "nvidia-smi --query-compute-apps=pid,process_name,used_memory,gpu_uuid --format=csv,noheader"
@@ -21,7 +21,10 @@ UUID = "GPU-5eed{0:04x}-1ab0-4c0d-8e00-{0:012x}"
 # What the tests start holds "sleep 9876" in its command line; this shell holds "[9]".
 END_MARKED = """for p in /proc/[0-9]*; do
     tr '\\0' ' ' < $p/cmdline 2>/dev/null | grep -q 'sleep [9]876' && kill -KILL ${p#/proc/}
-done"""
+done
+while pgrep -fx 'sleep 9876' >/dev/null; do sleep 0.05; done"""
+
+ONE_RUNS, TWO_RUN = (f"[ $(pgrep -cfx 'sleep 9876') = {count} ]" for count in (1, 2))
 
 
 def in_host(lab: Lab, host: str, script: str) -> list[str]:
@@ -32,17 +35,21 @@ def in_container(lab: Lab, host: str, script: str) -> list[str]:
     return lab.in_container(host, 200, script).stdout.decode().splitlines()
 
 
-def start(lab: Lab, host: str, vmid: int, script: str) -> None:
-    """Run a script in the background of a container until the fixture `load` ends it."""
-    lab.in_container(host, vmid, f"({script}) </dev/null >/dev/null 2>&1 & sleep 0.3")
+def start(lab: Lab, host: str, vmid: int, script: str, until: str = ONE_RUNS) -> None:
+    """Run a script in the background of a container until the fixture `load` ends it.
+
+    Returns when the condition ``until`` holds there: what was started is what it is to be.
+    """
+    wait = f"until {until}; do sleep 0.05; done"
+    lab.in_container(host, vmid, f"({script}) </dev/null >/dev/null 2>&1 & {wait}")
 
 
 @pytest.fixture
 def load(lab_site: Lab) -> Iterator[Load]:
-    """Start marked processes; they are ended after the test."""
+    """load(host, script, until=ONE_RUNS): start marked processes; they end with the test."""
 
-    def run(host: str, script: str) -> None:
-        start(lab_site, host, 200, script)
+    def run(host: str, script: str, until: str = ONE_RUNS) -> None:
+        start(lab_site, host, 200, script, until)
 
     yield run
     for host in ("kpro6", "kpro7"):
@@ -84,7 +91,8 @@ def test_memory_of_a_process_in_another_container_or_on_the_host_shows_too(lab_s
     lab_site.in_host("kpro6", ["pct", "start", "201"])
     start(lab_site, "kpro6", 201, "PVE_LAB_GPU_MIB=700 CUDA_VISIBLE_DEVICES=5 sleep 9876")
     job = "PVE_LAB_GPU_MIB=800 CUDA_VISIBLE_DEVICES=6 sleep 9876"
-    in_host(lab_site, "kpro6", f"{job} >/dev/null 2>&1 & sleep 0.3")
+    wait = f"until {TWO_RUN}; do sleep 0.05; done"  # a host sees those of its containers, too
+    in_host(lab_site, "kpro6", f"{job} >/dev/null 2>&1 & {wait}")
     assert in_container(lab_site, "kpro6", USED)[5:7] == ["701", "801"]
     pids = [row.split(", ")[0] for row in in_host(lab_site, "kpro6", APPS)]
     cgroups = [in_host(lab_site, "kpro6", f"cat /proc/{pid}/cgroup") for pid in pids]
@@ -112,11 +120,14 @@ def test_visible_devices_are_read_as_numbers_and_as_uuids(
 
 def test_of_a_tree_of_marked_processes_the_largest_alone_counts(lab_site: Lab, load: Load) -> None:
     # A small python starts a large one, as a runner starts a trainer; both carry the mark.
-    child = "import time; held = b'x' * 50_000_000; time.sleep(9876)"
+    child = "import time; held = b'x' * 50_000_000; open('/root/held', 'w'); time.sleep(9876)"
     argv = f"[sys.executable, '-c', {child!r}, 'sleep 9876']"
     parent = f"import subprocess, sys; subprocess.run({argv})"
-    lab_site.in_container("kpro7", 200, "cat > /root/parent.py", stdin=parent.encode())
-    load("kpro7", "PVE_LAB_GPU_MIB=10 /usr/bin/python3 /root/parent.py 'sleep 9876'; sleep 1")
+    lab_site.in_container(
+        "kpro7", 200, "rm -f /root/held; cat > /root/parent.py", stdin=parent.encode()
+    )
+    job = "PVE_LAB_GPU_MIB=10 /usr/bin/python3 /root/parent.py 'sleep 9876'"
+    load("kpro7", job, until="[ -e /root/held ]")
     (pid,) = {row.split(",")[0] for row in in_host(lab_site, "kpro7", APPS)}
     size = in_host(lab_site, "kpro7", f"awk '/VmRSS/ {{print $2}}' /proc/{pid}/status")
     assert int(size[0]) > 48_000
@@ -124,7 +135,7 @@ def test_of_a_tree_of_marked_processes_the_largest_alone_counts(lab_site: Lab, l
 
 def test_two_jobs_under_one_tmux_count_as_two(lab_site: Lab, load: Load) -> None:
     mark = "PVE_LAB_GPU_MIB=10 CUDA_VISIBLE_DEVICES=0"
-    load("kpro7", f"{mark} tmux -L t new -d 'sleep 9876' ';' new -d 'sleep 9876'")
+    load("kpro7", f"{mark} tmux -L t new -d 'sleep 9876' ';' new -d 'sleep 9876'", TWO_RUN)
     assert in_host(lab_site, "kpro7", USED) == ["21", "1"]
 
 

@@ -18,6 +18,7 @@ import pytest
 
 from dflashctl.errors import LabError
 from dflashctl.inventory import load_inventory
+from dflashctl.lab.claim import MARKER
 from dflashctl.lab.interpreter import python_paths
 from dflashctl.lab.site import Lab
 from dflashctl.lab.spec import ContainerSpec, HostSpec, MountSpec, SiteSpec
@@ -47,7 +48,7 @@ def second(lab_site: Lab) -> Iterator[Lab]:
         lab.down()
 
 
-def wait_until(what: Callable[[], bool], seconds: float = 10) -> None:
+def wait_until(what: Callable[[], bool], seconds: float = 60) -> None:
     end = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < end, "waited in vain"
@@ -137,7 +138,7 @@ def test_up_killed_half_way_leaves_what_down_and_the_next_up_can_clear(
     argv = [sys.executable, "-m", "dflashctl", "lab", "up", "--state", str(second.state)]
     null = subprocess.DEVNULL
     with subprocess.Popen(argv, cwd=ROOT, stdout=null, stderr=null) as up:
-        wait_until(second.state.exists)
+        wait_until((second.state / MARKER).exists)  # the directory is there before
         time.sleep(after_s)
         up.kill()
     second.down()
@@ -146,14 +147,19 @@ def test_up_killed_half_way_leaves_what_down_and_the_next_up_can_clear(
     assert second.in_container("one", 100, "echo ok").stdout == b"ok\n"
 
 
-def test_down_also_ends_a_lab_that_is_just_starting(second: Lab) -> None:
+def test_down_also_ends_a_lab_that_is_just_starting(second: Lab, tmp_path: Path) -> None:
+    tool = tmp_path / "unshare"  # one that starts nothing: the supervisor gets no further
+    tool.write_text("#!/bin/sh\nexec sleep 600\n")
+    tool.chmod(0o755)
     argv = [sys.executable, "-m", "dflashctl", "lab", "up", "--state", str(second.state)]
-    with subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as up:
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(argv, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe) as up:
         wait_until((second.state / "pids.json").exists)
         second.down()
-        assert up.wait(timeout=10) == 1
-        assert up.stderr
-        assert b"error[lab]: the lab did not start" in up.stderr.read()
+        told = up.communicate(timeout=60)[1]
+    assert up.returncode == 1
+    assert b"error[lab]: the lab did not start" in told
     assert not second.state.exists()
 
 
@@ -163,7 +169,7 @@ def test_of_two_who_bring_the_same_lab_up_at_once_one_is_refused(second: Lab) ->
         subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         for _ in range(2)
     ]
-    answers = [process.communicate(timeout=20)[1].decode() for process in both]
+    answers = [process.communicate(timeout=100)[1].decode() for process in both]
     assert sorted(process.returncode for process in both) == [0, 1]
     refused = "".join(answers)
     assert re.search("another process is using|is already up", refused), refused
@@ -303,7 +309,7 @@ def test_paths_with_blanks_and_other_odd_letters_work(lab_site: Lab) -> None:
             script = f"cat {shlex.quote(str(odd))}/*/x"
             assert lab.in_container("one", 100, script).stdout == b"seen"
             ssh = ["ssh", "-F", str(lab.ssh_config), "one", "hostname"]
-            done = subprocess.run(ssh, capture_output=True, check=False, timeout=20)
+            done = subprocess.run(ssh, capture_output=True, check=False, timeout=60)
             assert (done.stdout, done.stderr) == (b"one\n", b"")
         finally:
             lab.down()
@@ -408,7 +414,7 @@ def test_a_jump_through_another_host_works(ssh: Ssh) -> None:
 
 def test_on_the_lan_hosts_have_their_own_addresses(lab_site: Lab) -> None:
     ssh = ["ssh", "-F", str(lab_site.lan_ssh_config), "root@10.1.2.6", "hostname"]
-    done = subprocess.run(lab_site.lan_command(ssh), capture_output=True, check=False, timeout=20)
+    done = subprocess.run(lab_site.lan_command(ssh), capture_output=True, check=False, timeout=60)
     assert (done.stdout, done.stderr) == (b"kpro6\n", b"")
 
 

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from trainer.contract.completion import digest_file
 from trainer.contract.config import TrainConfig
+from trainer.contract.events import EventDecoder
 from trainer.contract.manifest import Gpu, Manifest
 
 NUM_WORDS = 40
@@ -24,6 +25,12 @@ TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+
+
+def events_of(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    """The events of one kind that a run has written."""
+    data = (run_dir / "metrics.jsonl").read_bytes()
+    return [event for event in EventDecoder().feed(data) if event["kind"] == kind]
 
 
 def write_word_tokenizer(path: Path) -> None:

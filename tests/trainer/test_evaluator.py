@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.trainer.conftest import events_of
 from trainer import assembly, checkpoint
 from trainer.__main__ import main
 from trainer.compile_gate import CompileGate, GateSettings
-from trainer.contract.events import EventDecoder
 from trainer.contract.exit_record import TrainerExit
 from trainer.data.dataset import load_tokenizer
 from trainer.errors import CheckpointError, DataError
@@ -51,11 +51,6 @@ def _train(run_dir: Path, *, resume: bool = False) -> TrainerExit:
     return Session(run_dir, resume=resume).train()
 
 
-def _events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    data = (run_dir / "metrics.jsonl").read_bytes()
-    return [event for event in EventDecoder().feed(data) if event["kind"] == kind]
-
-
 def _evaluations(run_dir: Path) -> dict[str, Any]:
     document: dict[str, Any] = json.loads((run_dir / "evaluations.json").read_text())
     return document
@@ -71,7 +66,7 @@ def test_run_tells_acceptance_overall_by_data_set_and_by_position(
     prompts = {"new": str(heldout), "old": str(tiny_chats)}
     run_dir = make_run(evaluation=QUICK | {"prompts": prompts, "every_steps": 5})
     assert _train(run_dir) is TrainerExit.FINISHED
-    events = _events(run_dir, "eval")
+    events = events_of(run_dir, "eval")
     assert [event["step"] for event in events] == [5, 10, 12]  # the last step as well
     for event in events:
         assert sorted(event["datasets"]) == ["new", "old"]
@@ -80,7 +75,7 @@ def test_run_tells_acceptance_overall_by_data_set_and_by_position(
         low, high = event["acceptance_length_interval"]
         assert 1.0 <= low <= event["acceptance_length"] <= high <= 4.0
         assert event["ema"] is None
-    phases = [event["phase"] for event in _events(run_dir, "phase")]
+    phases = [event["phase"] for event in events_of(run_dir, "phase")]
     assert phases[2:] == ["train", *["evaluate", "train"] * 3, "export"]
 
 
@@ -90,7 +85,7 @@ def test_prompts_that_are_trained_on_are_counted_in_a_warning(
     prompts = {"new": str(heldout), "old": str(tiny_chats)}
     run_dir = make_run(evaluation=QUICK | {"prompts": prompts, "every_steps": 100})
     _train(run_dir)
-    (warning,) = _events(run_dir, "warning")
+    (warning,) = events_of(run_dir, "warning")
     assert warning["text"] == (
         "evaluation.prompts.old: 3 of 3 prompts are in the training data;"
         " what they measure is not held out"
@@ -114,7 +109,7 @@ def test_evaluation_and_average_change_no_bit_of_the_training(
     assert all(torch.equal(first.optimizer[n], second.optimizer[n]) for n in first.optimizer)
     assert all(torch.equal(first.extras[n], second.extras[n]) for n in first.extras)
     assert first.trained == second.trained
-    losses = [[event["loss"] for event in _events(r, "step")] for r in (plain, watched)]
+    losses = [[event["loss"] for event in events_of(r, "step")] for r in (plain, watched)]
     assert losses[0] == losses[1]
 
 
@@ -127,7 +122,7 @@ def test_evaluation_in_training_measures_what_the_command_measures(
         run={"checkpoint_every_steps": 40, "export_at_end": False},
     )
     _train(run_dir)
-    event = _events(run_dir, "eval")[-1]
+    event = events_of(run_dir, "eval")[-1]
     options = EvaluationOptions(heldout, num_prompts=3, max_new_tokens=8)
     result = evaluate_run(run_dir, options)
     for key in ("acceptance_length", "acceptance_length_interval", "by_position"):
@@ -221,7 +216,7 @@ def test_step_is_not_evaluated_twice_by_a_resume(make_run: MakeRun, heldout: Pat
     run_dir = make_run(evaluation=QUICK | {"prompts": str(heldout)})
     _train(run_dir)
     _train(run_dir, resume=True)
-    assert [event["step"] for event in _events(run_dir, "eval")] == [4, 8, 12]
+    assert [event["step"] for event in events_of(run_dir, "eval")] == [4, 8, 12]
 
 
 def test_stop_ends_an_evaluation_at_the_next_prompt(make_run: MakeRun, heldout: Path) -> None:
@@ -262,7 +257,7 @@ def test_evaluation_of_a_run_that_stops_is_left_out_and_its_checkpoint_stays(
     state.done = 4
     stop.ask()
     evaluator.evaluate_when_due(replica, StepRange(0, 12, 1, 1), Pulse())
-    (warning,) = _events(run_dir, "warning")
+    (warning,) = events_of(run_dir, "warning")
     assert warning["text"] == "evaluation of step 4 left out: asked to stop"
     assert (state.evaluations.entries, state.saved) == ({}, 4)
     assert not (run_dir / "evaluations.json").exists()
@@ -292,7 +287,7 @@ def test_target_that_failed_is_not_asked_when_another_decodes(
     state.done = 4
     evaluator = Evaluator(held_out, 4, state, metrics, StopRequest())
     evaluator.evaluate_when_due(replica, StepRange(0, 12, 1, 1), Pulse(), sound)
-    (event,) = _events(run_dir, "eval")
+    (event,) = events_of(run_dir, "eval")
     assert (event["step"], event["num_prompts"]) == (4, 3)
     assert "decoding on cpu: the thread of the first target was left out or is slow" in (
         told.getvalue().splitlines()
@@ -328,7 +323,7 @@ def test_prompts_that_are_not_there_stop_the_run_before_the_target_is_loaded(
     run_dir = make_run(evaluation={"every_steps": 4, "prompts": "/nowhere/heldout.jsonl"})
     with pytest.raises(DataError, match=r"evaluation\.prompts\.\w+ /nowhere/heldout\.jsonl: No"):
         _train(run_dir)
-    assert [event["phase"] for event in _events(run_dir, "phase")] == ["data"]
+    assert [event["phase"] for event in events_of(run_dir, "phase")] == ["data"]
 
 
 def test_two_drafters_and_targets_evaluate_and_keep_one_average(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.kill_loop import kill_once, outcome
+from tests.trainer.conftest import events_of
 from trainer.contract.events import EventDecoder
 from trainer.session import Session
 
@@ -31,11 +32,6 @@ def _settings(heldout: Path) -> dict[str, Any]:
     }
 
 
-def _events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    data = (run_dir / "metrics.jsonl").read_bytes()
-    return [event for event in EventDecoder().feed(data) if event["kind"] == kind]
-
-
 def _require_equal_ends(straight: Path, killed: Path, moment: str, **roles: int) -> None:
     """Kill one of two equal runs, resume it in this process, and compare."""
     seed = random.randrange(1 << 32)
@@ -50,7 +46,7 @@ def _require_equal_ends(straight: Path, killed: Path, moment: str, **roles: int)
     assert first.digest == second.digest, why
     assert first.evaluations == second.evaluations, why
     # The schedule goes on where it was: of each step the rate is that of the other run.
-    rates = [{e["step"]: e["lr"] for e in _events(run, "step")} for run in (straight, killed)]
+    rates = [{e["step"]: e["lr"] for e in events_of(run, "step")} for run in (straight, killed)]
     assert rates[0] == rates[1], why
     events = list(EventDecoder().feed((killed / "metrics.jsonl").read_bytes()))
     assert [event["seq"] for event in events] == list(range(len(events)))  # one sequence, no gap

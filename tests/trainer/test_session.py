@@ -18,10 +18,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.trainer.conftest import events_of
 from trainer import assembly, checkpoint
 from trainer.contract.config import TrainConfig
 from trainer.contract.errors import ConfigError, ManifestError
-from trainer.contract.events import STEP_KEYS, EventDecoder
+from trainer.contract.events import STEP_KEYS
 from trainer.contract.exit_record import TrainerExit
 from trainer.errors import CheckpointError, DataError, WorkerError
 from trainer.export import load_export
@@ -32,11 +33,6 @@ MakeRun = Callable[..., Path]
 
 def _train(run_dir: Path, *, resume: bool = False) -> TrainerExit:
     return Session(run_dir, resume=resume).train()
-
-
-def _events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    data = (run_dir / "metrics.jsonl").read_bytes()
-    return [event for event in EventDecoder().feed(data) if event["kind"] == kind]
 
 
 def _rewrite(run_dir: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -53,22 +49,22 @@ def _masters(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
 def test_run_trains_checkpoints_and_exports(make_run: MakeRun) -> None:
     run_dir = make_run()
     assert _train(run_dir) is TrainerExit.FINISHED
-    steps = _events(run_dir, "step")
+    steps = events_of(run_dir, "step")
     assert [event["step"] for event in steps] == list(range(1, 13))
     assert all(key in steps[-1] for key in STEP_KEYS)
     assert "experiments" not in steps[-1]
-    (started,) = _events(run_dir, "started")
+    (started,) = events_of(run_dir, "started")
     assert (started["step"], started["num_compiles"]) == (1, 0)
     assert started["start_s"] > 0
     assert steps[-1]["eta_s"] == 0.0
     assert steps[-1]["tokens_total"] > steps[0]["tokens_total"] > 0
-    assert [e["path"] for e in _events(run_dir, "checkpoint")] == [
+    assert [e["path"] for e in events_of(run_dir, "checkpoint")] == [
         "step_00000004",
         "step_00000008",
         "step_00000012",
     ]
-    assert [e["phase"] for e in _events(run_dir, "phase")] == ["data", "load", "train", "export"]
-    assert [e["state"] for e in _events(run_dir, "finished")] == ["finished"]
+    assert [e["phase"] for e in events_of(run_dir, "phase")] == ["data", "load", "train", "export"]
+    assert [e["state"] for e in events_of(run_dir, "finished")] == ["finished"]
     exported = load_file(run_dir / "export" / "model.safetensors")
     assert torch.equal(exported["norm.weight"], _masters(run_dir, 12)["norm.weight"])
 
@@ -76,7 +72,7 @@ def test_run_trains_checkpoints_and_exports(make_run: MakeRun) -> None:
 def test_draft_learns_chats_that_count_upwards(make_run: MakeRun) -> None:
     run_dir = make_run(optim={"max_steps": 150, "lr": 0.01}, run={"checkpoint_every_steps": 150})
     _train(run_dir)
-    steps = _events(run_dir, "step")
+    steps = events_of(run_dir, "step")
     accepted = [event["expected_accepted"] for event in steps]
     assert sum(accepted[:10]) / 10 < 0.3
     assert sum(accepted[-10:]) / 10 > 0.6
@@ -86,7 +82,7 @@ def test_draft_learns_chats_that_count_upwards(make_run: MakeRun) -> None:
 def test_run_in_rows_of_declared_lengths_trains(make_run: MakeRun) -> None:
     run_dir = make_run(data={"row_lengths": [12, 32]})
     assert _train(run_dir) is TrainerExit.FINISHED
-    assert _events(run_dir, "step")[-1]["loss"] > 0
+    assert events_of(run_dir, "step")[-1]["loss"] > 0
 
 
 def test_packed_run_trains(make_run: MakeRun) -> None:
@@ -126,10 +122,10 @@ def test_feature_cache_changes_nothing(make_run: MakeRun) -> None:
     little = make_run("c", target={"cache_bytes": 20_000})
     for run_dir in (without, full, little):
         _train(run_dir)
-    expected = [event["loss"] for event in _events(without, "step")]
+    expected = [event["loss"] for event in events_of(without, "step")]
     for run_dir in (full, little):
         # A cached sample was once computed beside other rows, which rounds differently.
-        assert [e["loss"] for e in _events(run_dir, "step")] == pytest.approx(expected, rel=1e-4)
+        assert [e["loss"] for e in events_of(run_dir, "step")] == pytest.approx(expected, rel=1e-4)
 
 
 def test_two_drafters_keep_identical_replicas(make_run: MakeRun) -> None:
@@ -148,10 +144,10 @@ def test_two_drafters_take_the_same_steps_as_one_that_accumulates_two_batches(
     one = make_run("one", drafters=1, optim={"grad_accumulation": 2})
     _train(two)
     _train(one)
-    losses = [event["loss"] for event in _events(one, "step")]
-    assert [event["loss"] for event in _events(two, "step")] == pytest.approx(losses, rel=1e-5)
-    tokens = [event["tokens_total"] for event in _events(one, "step")]
-    assert [event["tokens_total"] for event in _events(two, "step")] == tokens
+    losses = [event["loss"] for event in events_of(one, "step")]
+    assert [event["loss"] for event in events_of(two, "step")] == pytest.approx(losses, rel=1e-5)
+    tokens = [event["tokens_total"] for event in events_of(one, "step")]
+    assert [event["tokens_total"] for event in events_of(two, "step")] == tokens
 
 
 def test_failing_target_thread_ends_the_run_with_its_name(
@@ -175,7 +171,7 @@ def test_failing_target_thread_ends_the_run_with_its_name(
     _rewrite(run_dir, lambda m: m["config"]["target"].update(path=str(broken)))
     with pytest.raises(WorkerError, match="thread target-0: IndexError"):
         _train(run_dir)
-    (finished,) = _events(run_dir, "finished")
+    (finished,) = events_of(run_dir, "finished")
     assert finished["state"] == "failed"
     assert "target-0" in finished["error"]
     assert not [t for t in threading.enumerate() if t.name.startswith(("target-", "drafter-"))]
@@ -233,14 +229,14 @@ def test_signals_stop_with_a_checkpoint_and_resume_ends_the_same(
         assert log.session.train() is TrainerExit.STOPPED
     assert signal.getsignal(signal.SIGTERM) is own_handler
     assert signal.getsignal(signal.SIGINT) is own_handler
-    (saved,) = _events(run_dir, "checkpoint")
+    (saved,) = events_of(run_dir, "checkpoint")
     assert 5 <= saved["step"] < 60
-    assert _events(run_dir, "finished")[-1]["state"] == "stopped"
+    assert events_of(run_dir, "finished")[-1]["state"] == "stopped"
     assert _train(run_dir, resume=True) is TrainerExit.FINISHED
     first, second = _masters(straight, 60), _masters(run_dir, 60)
     assert all(torch.equal(first[name], second[name]) for name in first)
-    assert [e["step"] for e in _events(run_dir, "step")] == list(range(1, 61))
-    sums = [_events(r, "step")[-1]["tokens_total"] for r in (straight, run_dir)]
+    assert [e["step"] for e in events_of(run_dir, "step")] == list(range(1, 61))
+    sums = [events_of(r, "step")[-1]["tokens_total"] for r in (straight, run_dir)]
     assert sums[0] == sums[1]
 
 
@@ -348,9 +344,9 @@ def test_changed_rate_is_told_with_both_values_and_taken(make_run: MakeRun) -> N
     shutil.rmtree(run_dir / "checkpoints" / "step_00000012")
     _rewrite(run_dir, lambda m: m["config"]["optim"].update(lr=0.006))
     assert _train(run_dir, resume=True) is TrainerExit.FINISHED
-    warnings = [event["text"] for event in _events(run_dir, "warning")]
+    warnings = [event["text"] for event in events_of(run_dir, "warning")]
     assert warnings == ["changed since the checkpoint: optim.lr was 0.003, now 0.006"]
-    rates = [(event["step"], event["lr"]) for event in _events(run_dir, "step")][8:]
+    rates = [(event["step"], event["lr"]) for event in events_of(run_dir, "step")][8:]
     before, after = rates[:4], rates[4:]
     # The schedule stays where it was: each later step at twice the rate it had.
     assert after == [(step, pytest.approx(2 * lr)) for step, lr in before]
@@ -381,10 +377,10 @@ def test_damaged_checkpoint_is_skipped_named_and_the_one_before_is_taken(
     expected = _masters(run_dir, 12)
     damage(run_dir / "checkpoints" / "step_00000012")
     assert _train(run_dir, resume=True) is TrainerExit.FINISHED
-    assert [event["text"] for event in _events(run_dir, "warning")] == [
+    assert [event["text"] for event in events_of(run_dir, "warning")] == [
         f"checkpoint step_00000012 skipped: {reason}"
     ]
-    resumed = [e["step"] for e in _events(run_dir, "phase") if e["phase"] == "resume"]
+    resumed = [e["step"] for e in events_of(run_dir, "phase") if e["phase"] == "resume"]
     assert resumed == [8]
     again = _masters(run_dir, 12)
     assert all(torch.equal(expected[name], again[name]) for name in expected)
@@ -403,7 +399,7 @@ def test_resume_refuses_to_start_over_when_every_checkpoint_is_damaged(make_run:
 def test_resume_without_a_checkpoint_starts_over_and_says_so(make_run: MakeRun) -> None:
     run_dir = make_run()
     assert _train(run_dir, resume=True) is TrainerExit.FINISHED
-    texts = [event["text"] for event in _events(run_dir, "warning")]
+    texts = [event["text"] for event in events_of(run_dir, "warning")]
     assert texts == ["no complete checkpoint; starting from step 0"]
 
 
@@ -421,9 +417,9 @@ def test_cuda_that_is_not_there_is_an_error_and_never_the_cpu(make_run: MakeRun)
 def test_gate_that_is_off_is_marked_in_the_events(make_run: MakeRun) -> None:
     run_dir = make_run(compile={"gate": "off"})
     assert _train(run_dir) is TrainerExit.FINISHED
-    (warning,) = _events(run_dir, "warning")
+    (warning,) = events_of(run_dir, "warning")
     assert warning["text"].startswith("compile.gate=off is an experiment: the run may crash")
-    marked = [*_events(run_dir, "step"), *_events(run_dir, "finished")]
+    marked = [*events_of(run_dir, "step"), *events_of(run_dir, "finished")]
     assert {tuple(event["experiments"]) for event in marked} == {("compile.gate=off",)}
 
 
@@ -459,13 +455,13 @@ def test_full_disk_is_told_at_each_checkpoint_and_fails_the_last(make_run: MakeR
             _train(run_dir)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    warnings = [event["text"] for event in _events(run_dir, "warning")]
+    warnings = [event["text"] for event in events_of(run_dir, "warning")]
     assert [text.partition(":")[0] for text in warnings] == [
         "no checkpoint at step 4",
         "no checkpoint at step 8",
         "no checkpoint at step 12",
     ]
-    assert len(_events(run_dir, "step")) == 12
+    assert len(events_of(run_dir, "step")) == 12
 
 
 def test_full_disk_for_events_and_samples_does_not_end_the_training(

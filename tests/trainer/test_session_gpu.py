@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.contract.events import EventDecoder
+from tests.trainer.conftest import events_of
 from trainer.contract.exit_record import TrainerExit
 from trainer.session import Session
 from trainer.warmup import warm_up
@@ -40,11 +40,6 @@ def _session(run_dir: Path, *, resume: bool = False) -> Session:
     return Session(run_dir, resume=resume)
 
 
-def _events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    data = (run_dir / "metrics.jsonl").read_bytes()
-    return [event for event in EventDecoder().feed(data) if event["kind"] == kind]
-
-
 CUDA: dict[str, Any] = {
     "run": {"device": "cuda"},
     "draft": {"head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1},
@@ -60,9 +55,9 @@ def test_evaluation_in_training_compiles_nothing_and_stops_no_thread(
     run_dir = _on_gpus(make_run(drafters=2, targets=2, **CUDA, **PACKED, **sections))
     session = _session(run_dir)
     assert session.train() is TrainerExit.FINISHED
-    assert [event["step"] for event in _events(run_dir, "eval")] == [4, 8, 12]
-    assert all(event["ema"]["acceptance_length"] >= 1 for event in _events(run_dir, "eval"))
-    assert {event["thread"] for event in _events(run_dir, "compile")} == {"MainThread"}
+    assert [event["step"] for event in events_of(run_dir, "eval")] == [4, 8, 12]
+    assert all(event["ema"]["acceptance_length"] >= 1 for event in events_of(run_dir, "eval"))
+    assert {event["thread"] for event in events_of(run_dir, "compile")} == {"MainThread"}
     first, second = (replica.draft.state_dict() for replica in session.replicas)
     assert all(torch.equal(first[name].cpu(), second[name].cpu()) for name in first)
 
@@ -70,15 +65,15 @@ def test_evaluation_in_training_compiles_nothing_and_stops_no_thread(
 def test_packed_run_compiles_in_its_warm_up_alone(make_run: MakeRun) -> None:
     run_dir = _on_gpus(make_run(drafters=2, **CUDA, **PACKED))
     assert _session(run_dir).train() is TrainerExit.FINISHED
-    compiles = _events(run_dir, "compile")
+    compiles = events_of(run_dir, "compile")
     assert compiles
     assert {event["thread"] for event in compiles} == {"MainThread"}
     assert all(event["expected"] for event in compiles)
-    seqs = {event["phase"]: event["seq"] for event in _events(run_dir, "phase")}
+    seqs = {event["phase"]: event["seq"] for event in events_of(run_dir, "phase")}
     # The target's layers before the warm-up, with their self-test, and the draft in it.
     assert all(event["seq"] < seqs["train"] for event in compiles)
     assert any(event["seq"] > seqs["warmup"] for event in compiles)
-    assert all(value > 0 for value in _events(run_dir, "step")[-1]["memory_bytes"].values())
+    assert all(value > 0 for value in events_of(run_dir, "step")[-1]["memory_bytes"].values())
 
 
 def test_flex_on_the_gpu_takes_the_same_steps_as_sdpa_on_the_cpu(make_run: MakeRun) -> None:
@@ -86,7 +81,7 @@ def test_flex_on_the_gpu_takes_the_same_steps_as_sdpa_on_the_cpu(make_run: MakeR
     on_cpu = make_run("cpu", draft=CUDA["draft"], **PACKED)
     for run_dir in (on_gpu, on_cpu):
         _session(run_dir).train()
-    losses = [[event["loss"] for event in _events(r, "step")] for r in (on_gpu, on_cpu)]
+    losses = [[event["loss"] for event in events_of(r, "step")] for r in (on_gpu, on_cpu)]
     # The first weights are drawn on the device, so runs differ; a loss far off would still tell.
     assert losses[0] == pytest.approx(losses[1], rel=0.05)
 
@@ -95,7 +90,7 @@ def test_rows_of_many_lengths_compile_one_at_a_time_while_others_train(make_run:
     rows = {"data": {"max_length": 32, "token_budget": 128, "max_batch_size": 3}}
     run_dir = _on_gpus(make_run(drafters=2, targets=2, **CUDA, **rows))
     assert _session(run_dir).train() is TrainerExit.FINISHED
-    compiles = _events(run_dir, "compile")
+    compiles = events_of(run_dir, "compile")
     assert len(compiles) >= 2
     assert all(event["expected"] for event in compiles)
 
@@ -104,12 +99,12 @@ def test_declared_row_lengths_compile_in_the_warm_up_alone(make_run: MakeRun) ->
     rows = {"max_length": 32, "token_budget": 128, "max_batch_size": 3, "row_lengths": [12, 32]}
     run_dir = _on_gpus(make_run(**CUDA, data=rows))
     assert _session(run_dir).train() is TrainerExit.FINISHED
-    compiles = _events(run_dir, "compile")
+    compiles = events_of(run_dir, "compile")
     assert {event["thread"] for event in compiles} == {"MainThread"}
     assert not any(event["sealed"] or event["fallback"] for event in compiles)
     cards = {f"cuda:{number}" for number in range(min(2, torch.cuda.device_count()))}
     assert {event["device"] for event in compiles} == cards  # one role each, if there are two
-    (started,) = _events(run_dir, "started")
+    (started,) = events_of(run_dir, "started")
     assert started["num_compiles"] == sum(event["num_graphs"] for event in compiles)
 
 
@@ -134,7 +129,7 @@ def test_bf16_run_stops_and_resumes(make_run: MakeRun) -> None:
     (run_dir / "checkpoints" / "step_00000012" / "COMPLETE.json").unlink()
     assert _session(run_dir, resume=True).train() is TrainerExit.FINISHED
     losses: dict[int, list[float]] = {}
-    for event in _events(run_dir, "step"):
+    for event in events_of(run_dir, "step"):
         losses.setdefault(event["step"], []).append(event["loss"])
     for step in range(9, 13):
         first, again = losses[step]
@@ -155,8 +150,8 @@ def test_head_in_fp8_is_tested_told_and_trains_as_bfloat16_does(make_run: MakeRu
         )
         session = _session(run_dir)
         assert session.train() is TrainerExit.FINISHED
-        losses.append([event["loss"] for event in _events(run_dir, "step")])
-        told = [event for event in _events(run_dir, "phase") if event["phase"] == "self-test"]
+        losses.append([event["loss"] for event in events_of(run_dir, "step")])
+        told = [event for event in events_of(run_dir, "phase") if event["phase"] == "self-test"]
         assert {one["head_fp8"] for one in told} == {products} - {"off"}
         assert all(0.02 < one["logits_error_frac"] < 0.06 for one in told), told
         assert all(one["gradient_cosine"] > 0.99 for one in told), told
@@ -164,7 +159,7 @@ def test_head_in_fp8_is_tested_told_and_trains_as_bfloat16_does(make_run: MakeRu
         assert (first.head.fp8 is second.head.fp8) == (
             products == "off" or first.device == second.device
         )
-        assert not any(event["sealed"] for event in _events(run_dir, "compile"))
+        assert not any(event["sealed"] for event in events_of(run_dir, "compile"))
     assert losses[1] == pytest.approx(losses[0], rel=0.05)
     assert losses[2] == pytest.approx(losses[0], rel=0.05)
 

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from trainer.contract.config import TrainConfig
 from trainer.data.packing import Batch, Document
-from trainer.model.draft import DraftConfig
+from trainer.model.draft import DraftConfig, DraftModel
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
@@ -25,6 +25,15 @@ VOCAB = 260
 def one_torch_thread() -> None:
     """Tests share the machine; more threads than cores make tiny products slower, not faster."""
     torch.set_num_threads(1)
+
+
+def stirred(config: DraftConfig) -> DraftModel:
+    """A draft whose weights are large enough that every path matters."""
+    draft, generator = DraftModel(config, seed=1), torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return draft
 
 
 def make_byte_tokenizer() -> PreTrainedTokenizerFast:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from tests.trainer.method.conftest import stirred
 from trainer.contract.config import LossConfig, TrainConfig
 from trainer.data.packing import Batch
 from trainer.errors import TargetError
@@ -28,14 +29,6 @@ def head() -> FrozenHead:
     generator = torch.Generator().manual_seed(5)
     embedding, lm_head = (torch.randn(40, 32, generator=generator) for _ in range(2))
     return FrozenHead(embedding, lm_head * 0.3)
-
-
-def stirred(config: DraftConfig) -> DraftModel:
-    draft, generator = DraftModel(config, seed=1), torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in draft.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
-    return draft
 
 
 def test_fresh_draft_is_dflash_to_the_bit(draft_config: MakeConfig, head: FrozenHead):

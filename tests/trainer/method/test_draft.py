@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.trainer.method.conftest import stirred
 from trainer.contract.config import VARIANTS, DraftModelConfig
 from trainer.errors import TargetError
 from trainer.model.draft import DraftConfig, DraftModel, measured_tap_scale
@@ -16,16 +17,6 @@ from trainer.model.masks import BlockLayout
 
 MakeConfig = Callable[..., DraftConfig]
 SLIDING = {"layer_types": ("full_attention", "sliding_attention"), "sliding_window": 6}
-
-
-def stirred(config: DraftConfig) -> DraftModel:
-    """A draft whose weights are large enough that every path matters."""
-    draft = DraftModel(config, seed=1)
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in draft.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
-    return draft
 
 
 def run(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from tests.trainer.method.conftest import stirred
 from trainer.contract.config import VARIANTS as NAMES
 from trainer.contract.config import TrainConfig
 from trainer.data.dataset import ChatDataset, Sample
@@ -50,14 +51,6 @@ KEYS = {
     },
 }
 ARCHITECTURES = {"dflash2": "DFlash2DraftModel", "domino": "DFlashDraftModel"}
-
-
-def stirred(config: DraftConfig) -> DraftModel:
-    draft, generator = DraftModel(config, seed=1), torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in draft.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
-    return draft
 
 
 def test_every_name_of_the_configuration_is_a_kind():

@@ -60,7 +60,8 @@ def sha256_of(file: BinaryIO, size: int) -> str:
 
 def below(directory: Path) -> Iterator[Path]:
     """Yield the regular files below ``directory`` in order; links are not followed."""
-    for path in sorted(directory.rglob("*")):
+    # Not rglob, which fails when a checkpoint is rotated away under it.
+    for path in sorted(Path(at) / name for at, _, names in os.walk(directory) for name in names):
         if path.is_file() and not path.is_symlink():
             yield path
 

@@ -112,6 +112,12 @@ class Locks:
             found.append((holder if isinstance(holder, dict) else {}) | {"uuid": path.name})
         return found
 
+    def listed(self) -> list[Json]:
+        """Judge every lock as it is now; a run may have begun or ended since the last look."""
+        holders = self.holders()  # first: whoever is bound in one of them was alive then
+        self.now, self.alive = uptime_s(), runs_alive() if holders else {}
+        return [self.judged(holder) for holder in holders]
+
     def processes_of(self, holder: Json) -> list[int]:
         """Return the processes of the run that holds a lock."""
         vmid, wanted = holder.get("vmid"), str(holder.get("run_dir"))

@@ -65,7 +65,7 @@ def main(arguments: Json) -> Json:
             answer = locks.clear(arguments["select"], force=arguments["force"])
     if action == "look" or arguments.get("look"):
         answer |= look(driver, arguments.get("inside", {}))
-    return answer | {"locks": [locks.judged(holder) for holder in locks.holders()]}
+    return answer | {"locks": locks.listed()}
 
 
 if __name__ == "__main__":

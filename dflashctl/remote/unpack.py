@@ -6,11 +6,13 @@ directories whose process is gone are removed first. Prints one JSON object, wit
 something was wrong.
 """
 
+import errno
 import json
 import os
 import shutil
 import sys
 import tarfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,15 +54,28 @@ def unpack(partial: Path, files: dict[str, Any]) -> int:
     return len(files)
 
 
-def put_in_place(partial: Path, release: Path) -> None:
-    """Rename ``partial`` to ``release``; a damaged release there is set aside first."""
-    if release.exists():
-        aside = partial.with_name(f"{partial.name}-replaced")
-        release.rename(aside)
+def identity(path: Path) -> int | None:
+    """Return what tells a directory from another of its name; None where there is none."""
+    with suppress(FileNotFoundError):
+        return path.stat().st_ino
+    return None
+
+
+def put_in_place(partial: Path, release: Path, damaged: int | None) -> None:
+    """Rename ``partial`` to ``release``; the damaged one of this identity is set aside first.
+
+    One that another deploy has put there meanwhile is whole, and a run may use it: it stays.
+    """
+    aside = partial.with_name(f"{partial.name}-replaced")
+    if damaged is not None and identity(release) == damaged:
+        with suppress(FileNotFoundError):  # another deploy was faster
+            release.rename(aside)
+    try:
         partial.rename(release)
-        shutil.rmtree(aside, ignore_errors=True)
-    else:
-        partial.rename(release)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+    shutil.rmtree(aside, ignore_errors=True)
     handle = os.open(release.parent, os.O_RDONLY)
     os.fsync(handle)
     os.close(handle)
@@ -71,11 +86,13 @@ def main(arguments: dict[str, Any]) -> dict[str, Any]:
     releases = Path(arguments["workspace"]) / "releases"
     releases.mkdir(parents=True, exist_ok=True)
     removed = remove_stale(releases)
+    release = releases / arguments["digest"]
+    before = identity(release)
     partial = releases / f".partial-{os.getpid()}-{start_ticks(os.getpid())}"
     partial.mkdir()
     try:
         written = unpack(partial, arguments["files"])
-        put_in_place(partial, releases / arguments["digest"])
+        put_in_place(partial, release, before)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return {"written": written, "removed_partials": removed}

@@ -60,7 +60,7 @@ class Node:
 
     def ask(self, action: str, **arguments: Any) -> dict[str, Any]:
         with self.start(action, **arguments) as process:
-            out, err = process.communicate(timeout=25)
+            out, err = process.communicate(timeout=100)
         assert err == ""
         answer: dict[str, Any] = json.loads(out)
         return answer
@@ -134,7 +134,7 @@ def test_of_two_that_claim_at_once_exactly_one_wins_every_time(node: Node) -> No
     winners = []
     for _ in range(5):
         pair = [node.start("claim", wanted=["0", "1"], claim=node.wish(tag)) for tag in "ab"]
-        answers = [json.loads(process.communicate(timeout=25)[0])["claim"] for process in pair]
+        answers = [json.loads(process.communicate(timeout=100)[0])["claim"] for process in pair]
         won = [tag for tag, claim in zip("ab", answers, strict=True) if not claim["conflicts"]]
         assert len(won) == 1, answers
         winners += won
@@ -215,7 +215,7 @@ def test_a_look_leaves_nothing_behind_and_a_claim_makes_a_sticky_directory(node:
 def test_a_driver_that_ignores_signals_is_left_and_the_next_ask_starts_no_other(
     node: Node,
 ) -> None:  # F34
-    node.limit_s = 0.3
+    node.limit_s = 2.0
     node.smi("trap '' TERM; sleep 600")
     assert node.ask("look")["gpus"]["rc"] is None
     assert len(node.calls.read_text().splitlines()) == 1, "no second query behind the first"
@@ -233,6 +233,19 @@ def test_a_driver_that_ignores_signals_is_left_and_the_next_ask_starts_no_other(
     node.smi(ROWS)
     node.limit_s = 10.0
     assert len(node.ask("look")["gpus"]["rows"]) == 2, "its end is seen"
+
+
+def test_a_run_that_begins_while_the_driver_is_asked_is_not_told_to_have_ended(node: Node) -> None:
+    node.claim("a", "0")
+    holder, begun = node.directory / "GPU-a/holder.json", node.root / "begun"
+    run = f"{sys.executable} -c '{SLEEP}' --run-dir {node.root}/runs/a"
+    bind = f'sed -i "s/\\"pid\\": null/\\"pid\\": $!/" {holder}; echo $! >{begun}'
+    node.smi(f"[ -e {begun} ] || {{ {run} >/dev/null 2>&1 & {bind}; }}; {ROWS}")
+    try:
+        (lock,) = node.ask("look")["locks"]
+        assert (lock["state"], lock["pid"]) == ("live", int(begun.read_text()))
+    finally:
+        os.kill(int(begun.read_text()), signal.SIGKILL)
 
 
 def test_a_slow_driver_is_waited_for(node: Node) -> None:  # F43
@@ -253,7 +266,7 @@ def test_locks_taken_in_a_container_are_known_to_hold_off_nobody_outside(tmp_pat
         env=os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"},
         capture_output=True,
         check=True,
-        timeout=25,
+        timeout=100,
     )
     assert json.loads(done.stdout)["claim"]["confined"] is True
     here = LocalTransport("box")

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from dflashctl import remote
-from tests.dflashctl.act.conftest import names
+from tests.dflashctl.act.conftest import names, wait_until
 
 
 def run(name: str, arguments: dict[str, Any], stdin: bytes) -> tuple[int, dict[str, Any]]:
     argv = [sys.executable, "-I", "-S", "-c", remote.program(name), json.dumps(arguments)]
-    done = subprocess.run(argv, input=stdin, capture_output=True, check=False, timeout=20)
+    done = subprocess.run(argv, input=stdin, capture_output=True, check=False, timeout=100)
     assert done.stderr == b"", done.stderr.decode()
     return done.returncode, json.loads(done.stdout)
 
@@ -96,7 +96,7 @@ def test_a_killed_unpack_leaves_only_a_partial_and_the_next_one_completes(tmp_pa
     assert process.stdin is not None
     process.stdin.write(whole[:3000])
     process.stdin.flush()
-    limit = time.monotonic() + 10
+    limit = time.monotonic() + 60
     while not list(tmp_path.glob("releases/.partial-*")):
         assert time.monotonic() < limit
         time.sleep(0.01)
@@ -106,6 +106,22 @@ def test_a_killed_unpack_leaves_only_a_partial_and_the_next_one_completes(tmp_pa
     assert not (tmp_path / "releases/ab12").exists()
     rc, answer = run("unpack", arguments, whole)
     assert (rc, answer) == (0, {"written": 2, "removed_partials": 1})
+
+
+def test_of_two_deploys_at_once_the_first_to_end_is_not_replaced(tmp_path: Path) -> None:
+    arguments, whole = order(tmp_path, a=b"1", b=b"y" * 5000), tar(("a", b"1"), ("b", b"y" * 5000))
+    argv = [sys.executable, "-I", "-S", "-c", remote.program("unpack"), json.dumps(arguments)]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as slow:
+        assert slow.stdin is not None
+        slow.stdin.write(whole[:3000])
+        slow.stdin.flush()
+        wait_until(lambda: any(tmp_path.glob("releases/.partial-*")))
+        assert run("unpack", arguments, whole) == (0, {"written": 2, "removed_partials": 0})
+        first = (tmp_path / "releases/ab12").stat()  # a run may have begun with it
+        answer, _ = slow.communicate(whole[3000:])
+    assert json.loads(answer) == {"written": 2, "removed_partials": 0}
+    assert os.path.samestat((tmp_path / "releases/ab12").stat(), first)
+    assert names(tmp_path / "releases") == ["ab12"]
 
 
 def test_a_damaged_release_is_named_and_replaced(tmp_path: Path) -> None:

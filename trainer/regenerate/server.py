@@ -69,7 +69,6 @@ class Server:
             trust_env=not _is_loopback(host),  # a proxy of the environment cannot reach our own
         )
         self._gone_since_s: float | None = None  # the first failure after the last answer
-        self.num_retries = 0
         self.trouble: str | None = None  # the last failure, until the next answer
 
     async def __aenter__(self) -> "Server":
@@ -129,7 +128,6 @@ class Server:
             left_s = self._check_patience(found)
             await asyncio.sleep(self._pause_s(num_waits, found.retry_after_s, left_s))
             num_waits += 1
-            self.num_retries += 1
 
     async def _in_time(self, attempt: Callable[[], Any]) -> Any:
         limit_s = self._options.timeout_s

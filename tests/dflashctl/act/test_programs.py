@@ -1,5 +1,6 @@
 """The receiving programs as processes, fed with archives made by hand."""
 
+import ast
 import hashlib
 import io
 import json
@@ -168,3 +169,26 @@ def test_receive_keeps_the_old_file_when_the_new_one_is_not_what_was_listed(tmp_
     assert (rc, answer["error"]["kind"]) == (1, "mismatch")
     assert names(tmp_path) == ["data"]
     assert (tmp_path / "data").read_bytes() == b"old"
+
+
+def imports(path: Path) -> list[str]:
+    """Return the modules that a file imports; ``import a.b`` is told as it stands."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [f"import {name.name}" for name in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found.append(f"from {node.module}")
+    return found
+
+
+@pytest.mark.parametrize(
+    "path", sorted(Path(remote.__file__).parent.glob("[a-z]*.py")), ids=lambda path: path.stem
+)
+def test_a_program_imports_what_every_python_has_and_what_comes_with_it(path: Path) -> None:
+    text = remote.program(path.stem)
+    for line in imports(path):
+        way, module = line.split()
+        ours = way == "from" and module.startswith("dflashctl.remote.")
+        assert ours or module.partition(".")[0] in sys.stdlib_module_names, line
+        assert not ours or f"_provide('{module}', " in text

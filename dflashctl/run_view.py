@@ -25,7 +25,7 @@ QUIET_PHASE_AFTER_S = 900.0  # loading and compiling say nothing for minutes
 class Alert:
     """Something that a person should look at.
 
-    kind: non-finite, strayed, compile, gpus, link, stall or throughput.
+    kind: non-finite, strayed, compile, targets, gpus, link, stall or throughput.
     """
 
     kind: str
@@ -66,6 +66,7 @@ class RunView:
     link: str = ""  # why there is no link, or ""
     gpus_lost: str = ""  # what the container's nvidia-smi said instead of GPUs, or ""
     strayed: str = ""  # which GPUs it holds that are not its own, or ""
+    targets_out: dict[str, dict[str, Any]] = field(default_factory=dict)  # the event of each thread
     notes: deque[str] = field(default_factory=lambda: deque(maxlen=3))
     ended: Ended | None = None
     _rates: Throughput = field(default_factory=Throughput)
@@ -113,7 +114,8 @@ class RunView:
         if self.ended is not None:
             return []
         now = (self._gpus(), self._link(), self._stall(mono_s), self._throughput())
-        found = [self._non_finite(), self._strayed(), self._late_compiles(), *now]
+        targets = self._targets(mono_s)
+        found = [self._non_finite(), self._strayed(), self._late_compiles(), targets, *now]
         return [alert for alert in found if alert is not None]
 
     def _take_event(self, event: dict[str, Any]) -> None:
@@ -125,10 +127,12 @@ class RunView:
             self.phase = str(event.get("phase", ""))
             if self.phase == "data":  # a new process
                 self._rates.begin()
+                self.targets_out.clear()
         elif kind == "compile":
             self._take_compile(event)
         elif kind == "warning":
             self.warnings.append(str(event.get("text", "")))
+            self._take_thread(event)
         elif kind == "checkpoint":
             self.checkpoint = event
             self._rates.pause(_number(event.get("checkpoint_s")) or 0.0)
@@ -144,6 +148,14 @@ class RunView:
             reasons = _texts(event.get("reasons")) or ["a shape that the warm-up did not have"]
             what = "ran uncompiled" if event.get("fallback") else reasons[0]
             self.late_compile = f"{event.get('thread')} for {event.get('key')}: {what}"
+
+    def _take_thread(self, event: dict[str, Any]) -> None:
+        """Note a target thread that is left out of the run, or back."""
+        thread, state = str(event.get("thread", "")), event.get("state")
+        if state == "back":
+            self.targets_out.pop(thread, None)
+        elif thread and state in ("stuck", "failed"):
+            self.targets_out[thread] = event
 
     def _take_step(self, event: dict[str, Any]) -> None:
         self.step = event
@@ -190,6 +202,19 @@ class RunView:
             return None
         times = "once" if self.num_late_compiles == 1 else f"{self.num_late_compiles} times"
         return Alert("compile", f"compiled {times} after the warm-up, last {self.late_compile}")
+
+    def _targets(self, mono_s: float) -> Alert | None:
+        if not self.targets_out:
+            return None
+        now_unix_s = (self._event_unix_s or 0.0) + (self.age_s(mono_s) or 0.0)
+        told = []
+        for thread, event in self.targets_out.items():
+            how = "failed and is left out"
+            if event["state"] == "stuck":
+                before_s, at_s = (_number(event.get(key)) or 0.0 for key in ("age_s", "t_unix_s"))
+                how = f"has made no progress for {before_s + now_unix_s - at_s:.0f} s"
+            told.append(f"{thread} on {event.get('device')} {how}")
+        return Alert("targets", f"{'; '.join(told)}; look at the GPU: dflashctl gpus")
 
     def _gpus(self) -> Alert | None:
         if not self.gpus_lost:

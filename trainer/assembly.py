@@ -57,11 +57,15 @@ _MAX_SHAPES = 256
 
 @dataclass(frozen=True)
 class Devices:
-    """One entry a role entry of hosts.yaml, in its order; on the CPU all are ``cpu``."""
+    """One entry a role entry of hosts.yaml, in its order; on the CPU all are ``cpu``.
+
+    target_gpus: where target threads run, as people call it.
+    """
 
     targets: tuple[torch.device, ...]
     drafters: tuple[torch.device, ...]
     labels: dict[str, torch.device]
+    target_gpus: tuple[str, ...]
 
 
 def read_manifest(run_dir: Path) -> tuple[Manifest, TrainConfig]:
@@ -89,13 +93,15 @@ def devices_of(manifest: Manifest, config: TrainConfig) -> Devices:
             raise ConfigError(f"manifest.json has no device in the role {name}")
     if config.run.device == "cpu":
         cpu = torch.device("cpu")
-        return Devices((cpu,) * len(roles[0]), (cpu,) * len(roles[1]), {"cpu": cpu})
+        targets, drafters = ((cpu,) * len(gpus) for gpus in roles)
+        return Devices(targets, drafters, {"cpu": cpu}, ("cpu",) * len(targets))
     gpus = [*roles[0], *roles[1]]
     _check_cuda(gpus)
     order = list(dict.fromkeys(gpu.uuid for gpu in gpus))
     found = [torch.device("cuda", order.index(gpu.uuid)) for gpu in gpus]
     labels = {f"{gpu.role}:{gpu.index}": d for gpu, d in zip(gpus, found, strict=True)}
-    return Devices(tuple(found[: len(roles[0])]), tuple(found[len(roles[0]) :]), labels)
+    count, names = len(roles[0]), tuple(f"GPU {gpu.index}" for gpu in roles[0])
+    return Devices(tuple(found[:count]), tuple(found[count:]), labels, names)
 
 
 def _check_cuda(gpus: Sequence[Gpu]) -> None:

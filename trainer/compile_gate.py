@@ -265,6 +265,11 @@ class CompileGate:
         with self._mask_lock:
             yield
 
+    @property
+    def is_compiling(self) -> bool:
+        """Whether a thread holds the exclusive side, so that others may have to wait."""
+        return self._holder is not None
+
     def seal(self) -> None:
         """End the warm-up: from now on a new key is an error."""
         self._sealed = True

@@ -160,9 +160,13 @@ class Metrics:
             )
             self._tell("eval", _evaluation_line(values), **values)
 
-    def warning(self, text: str) -> None:
-        """Tell of something that does not end the run; the whole text goes to the log."""
-        self._tell("warning", f"warning: {text}", text=text.splitlines()[0] if text else "")
+    def warning(self, text: str, **facts: Any) -> None:
+        """Tell of something that does not end the run; the whole text goes to the log.
+
+        ``facts``: of a target thread that is left out or back: thread, device, state, age_s.
+        """
+        first = text.splitlines()[0] if text else ""
+        self._tell("warning", f"warning: {text}", text=first, **facts)
 
     def finished(self, state: str, step: int, error: str | None = None) -> None:
         """Tell how the training ended: finished, stopped or failed."""

@@ -5,17 +5,20 @@ leaves the step at once and saves the last finished one.
 """
 
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from trainer import assembly, checkpoint
 from trainer.compile_gate import CompileEvent, CompileGate
 from trainer.contract.exit_record import TrainerExit
 from trainer.contract.process_record import process_age_s
+from trainer.errors import WorkerError
 from trainer.evaluator import Evaluator, read_prompt_sets
 from trainer.export import export_draft
 from trainer.export.card import describe
@@ -200,11 +203,32 @@ class Session:
             run_dir=self._run_dir,
             report=self._metrics.warning,
             on_step=on_step,
+            gpus=self._devices.target_gpus,
         )
         if route := pipeline.transfer.describe():
             self._metrics.note(route)
         self._metrics.phase("train", step=steps.first, num_steps=steps.num_steps)
-        pipeline.run()
+        try:
+            pipeline.run()
+        except WorkerError:
+            if self._state.done and pipeline.drafters_are_sound():
+                self._save_last(replicas[0], steps)
+            raise
+
+    def _save_last(self, replica: Replica, steps: StepRange) -> None:
+        """Save the last step of a run that ends for want of targets, and hang in nothing."""
+
+        def save() -> None:
+            try:
+                if replica.device.type == "cuda":
+                    torch.cuda.synchronize(replica.device)
+                self._state.save(replica, steps)
+            except Exception as error:  # noqa: BLE001 - the run fails with the error before
+                self._metrics.warning(f"no checkpoint at step {self._state.done}: {error}")
+
+        thread = threading.Thread(target=save, name="last-checkpoint", daemon=True)
+        thread.start()
+        thread.join(self._config.compile.limit_s)
 
     def _stepped(self, done: StepDone, flow: Flow) -> None:
         self._state.count(done)

@@ -174,21 +174,41 @@ def test_every_index_is_claimed_once_and_the_end_comes_when_all_are_put() -> Non
 
 def test_what_a_failed_maker_claimed_is_claimed_by_another_first() -> None:
     channel: OrderedChannel[int] = OrderedChannel(10, stop=8, makers=2)
-    assert [channel.claim() for _ in range(4)] == [0, 1, 2, 3]
-    channel.put(2, 2)
-    assert channel.retire([3, 1, 2])  # 2 is here already
-    assert [channel.claim() for _ in range(3)] == [1, 3, 4]
-    assert not channel.retire([1, 3, 4])  # nobody is left
+    assert [channel.claim(maker) for maker in "baaa"] == [0, 1, 2, 3]
+    channel.put(2, 2, maker="a")
+    assert channel.retire("a") == [1, 3]  # 2 is here already
+    assert [channel.claim("b") for _ in range(3)] == [1, 3, 4]
+    assert channel.retire("b") is None  # nobody is left
+
+
+def test_what_a_maker_puts_after_others_took_over_is_dropped_and_it_may_claim_again() -> None:
+    channel: OrderedChannel[str] = OrderedChannel(10, stop=3, makers=2)
+    assert [channel.claim(maker) for maker in "aab"] == [0, 1, 2]
+    assert channel.admit(0, 7, "a")
+    assert channel.retire("a") == [0, 1]
+    assert channel.size_bytes == 0  # its room is free again
+    channel.put(0, "late", 7, "a")
+    assert not channel.admit(1, 7, "a")
+    assert channel.depth == 0
+    assert channel.retire("b") is None  # the other is out
+    assert channel.claim("b") == 0
+    channel.put(0, "in time", 7, "b")
+    channel.put(0, "too late", 7, "a")
+    assert (channel.get(0), channel.depth) == ("in time", 0)
+    assert not channel.holds(1, "a")
+    assert channel.claim("a") == 1  # it is a maker again
+    assert channel.holds(1, "a")
+    assert channel.retire("b") == [2]
 
 
 def test_maker_that_waits_for_room_is_told_of_an_index_given_back() -> None:
     """Else all would wait: the one that holds a late index, and the drafter for the early one."""
     channel: OrderedChannel[int] = OrderedChannel(2, stop=9, makers=2)
-    assert [channel.claim() for _ in range(4)] == [0, 1, 2, 3]
+    assert [channel.claim(maker) for maker in ("early", "", "", "")] == [0, 1, 2, 3]
     admitted: list[bool] = []
     thread = _in_a_thread(lambda: admitted.append(channel.admit(3, 10)))
     _until_waiting(channel)
-    assert channel.retire([0])
+    assert channel.retire("early") == [0]
     thread.join(20)
     assert admitted == [False]
     assert channel.size_bytes == 0
@@ -216,13 +236,13 @@ def test_stress_makers_that_fail_lose_nothing_and_bytes_stay_within_bounds(
     taken: list[list[int]] = [[], []]
 
     def make(number: int) -> None:
-        rng = random.Random(seed * 100 + number)
+        rng, name = random.Random(seed * 100 + number), f"target-{number}"
         held: dict[int, int] = {}
         while True:
-            index = channel.claim(wait=not held)
+            index = channel.claim(name, wait=not held)
             if index is not None:
                 if number and rng.random() < 0.01:  # all but the first may fail
-                    assert channel.retire([*held, index])
+                    assert channel.retire(name) == sorted([*held, index])
                     return
                 held[index] = rng.randrange(largest)
                 if len(held) == 1 and rng.random() < 0.5:
@@ -230,9 +250,9 @@ def test_stress_makers_that_fail_lose_nothing_and_bytes_stay_within_bounds(
             if not held:
                 return
             lowest = min(held)
-            if channel.admit(lowest, held[lowest]):
+            if channel.admit(lowest, held[lowest], name):
                 most[0] = max(most[0], channel.size_bytes)
-                channel.put(lowest, lowest * 3)
+                channel.put(lowest, lowest * 3, maker=name)
                 del held[lowest]
 
     def take(rank: int) -> None:
@@ -245,3 +265,37 @@ def test_stress_makers_that_fail_lose_nothing_and_bytes_stay_within_bounds(
         assert not thread.is_alive()
     assert taken == [[i * 3 for i in range(rank, num_items, 2)] for rank in range(2)]
     assert most[0] <= max_bytes + largest  # the next needed comes on top
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_stress_makers_that_are_left_out_and_come_back_change_nothing(seed: int) -> None:
+    num_items, names = 300, [f"target-{number}" for number in range(4)]
+    channel: OrderedChannel[int] = OrderedChannel(
+        5, stop=num_items, max_bytes=50, makers=len(names)
+    )
+    taken: list[int] = []
+
+    def make(name: str) -> None:
+        held: dict[int, int] = {}
+        while True:
+            index = channel.claim(name, wait=not held)
+            if index is not None:
+                held[index] = 20
+            elif not held:
+                return
+            lowest = min(held)
+            if channel.admit(lowest, held[lowest], name):
+                channel.put(lowest, lowest * 3, held[lowest], name)
+            held = {one: size for one, size in held.items() if channel.holds(one, name)}
+
+    threads = [_in_a_thread(partial(make, name)) for name in names]
+    threads.append(_in_a_thread(lambda: taken.extend(map(channel.get, range(num_items)))))
+    rng = random.Random(seed)
+    while threads[-1].is_alive():
+        channel.retire(rng.choice(names))
+        time.sleep(0.0005)  # a spinning thread would keep the others from running at all
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert taken == [index * 3 for index in range(num_items)]
+    assert (channel.depth, channel.size_bytes) == (0, 0)

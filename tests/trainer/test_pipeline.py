@@ -1,10 +1,12 @@
 """The threads of a run around the queue, with targets that fail or are slow."""
 
 import os
+import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,21 +29,49 @@ class Story:
     """What a pipeline did.
 
     failures: targets that work wait until so many others have failed. costs: seconds a token that
-    threads seem to have needed so far; nothing runs then.
+    threads seem to have needed so far; nothing runs then. hangs: targets, by place, whose forward
+    comes back when the event is set; those that work wait until all of these hang.
     """
 
     failures: int = 0
+    hangs: dict[int, threading.Event] = field(default_factory=dict)
+    hanging: list[int] = field(default_factory=list)  # those that were asked for a forward
+    all_hang: threading.Event = field(default_factory=threading.Event)
     costs: dict[str, float] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     batches: list[int] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     sound: list[int] = field(default_factory=list)  # which target was to be trusted after a step
     all_failed: threading.Event = field(default_factory=threading.Event)
+    on_stuck: Callable[[], None] = lambda: None
 
-    def warn(self, text: str) -> None:
+    states: list[tuple[str, str, str]] = field(default_factory=list)  # thread, GPU, state
+
+    def warn(self, text: str, **facts: Any) -> None:
         self.warnings.append(text)
+        if facts.get("state") == "stuck" and len(self.states) == 1:
+            self.on_stuck()  # both are
+        if facts:
+            self.states.append((facts["thread"], facts["device"], facts["state"]))
         if len(self.warnings) == self.failures:
             self.all_failed.set()
+
+    def acting(self, target: Target, place: int) -> Target:
+        """Return the target, which waits or hangs in its forward as the story has it."""
+
+        def act(*_: object) -> None:
+            if place in self.hangs:
+                self.hanging.append(place)
+                if set(self.hanging) == set(self.hangs):
+                    self.all_hang.set()
+                self.hangs[place].wait()
+            elif self.hangs:
+                self.all_hang.wait(20)
+            elif self.failures:
+                self.all_failed.wait(20)
+
+        target.model.get_decoder().register_forward_pre_hook(act)
+        return target
 
 
 def _without_rows(target: Target, kept: int) -> Target:
@@ -61,11 +91,8 @@ def _run(run_dir: Path, broken: Sequence[bool], story: Story) -> None:
     def load() -> Target:
         return next(iter(assembly.load_targets(config, devices.targets[:1]).values()))
 
-    def waiting(target: Target) -> Target:
-        if story.failures:
-            decoder = target.model.get_decoder()
-            decoder.register_forward_pre_hook(lambda *_: story.all_failed.wait(20) and None)
-        return target
+    def made(place: int, bad: bool) -> Target:
+        return _without_rows(load(), 2) if bad else story.acting(load(), place)
 
     def on_step(done: StepDone, _pulse: Pulse) -> None:
         story.batches += [batch.batch_index for batch in done.sums.batches]
@@ -81,20 +108,21 @@ def _run(run_dir: Path, broken: Sequence[bool], story: Story) -> None:
             config=config,
             gate=gate,
             maker=data.maker,
-            targets=[_without_rows(load(), 2) if bad else waiting(load()) for bad in broken],
+            targets=[made(place, bad) for place, bad in enumerate(broken)],
             replicas=[replica],
             steps=replace(steps, num_steps=8),
             stop=StopRequest(),
             run_dir=run_dir,
             report=story.warn,
             on_step=on_step,
+            gpus=[f"GPU {3 + place}" for place in range(len(broken))],
         )
         story.sound.append(pipeline.targets.index(pipeline.sound_target()))
         if story.costs:
             pipeline.add_targets()
             for name, cost in story.costs.items():
                 for _ in range(8):
-                    pipeline.pace.note(name, cost)
+                    pipeline.pace.note(name, cost, 1)
             story.sound.append(pipeline.targets.index(pipeline.sound_target()))
         else:
             pipeline.run()
@@ -139,12 +167,59 @@ def test_last_target_thread_that_fails_ends_the_run_with_its_error(make_run: Mak
     assert story.batches == []
 
 
+# A thread that is starved for longer than this may be told as well: it is back at once, and what it
+# made is made again. So nothing below depends on the time.
+_HANGS = {"watchdog_s": 0.5, "limit_s": 60.0}
+
+
+def test_target_thread_that_hangs_is_named_and_the_others_take_its_batches(
+    make_run: MakeRun,
+) -> None:
+    whole, part = Story(), Story(hangs={1: threading.Event()})
+    _run(make_run("whole"), [False], whole)
+    _run(make_run("part", compile=_HANGS), [False, False], part)
+    part.hangs[1].set()
+    assert part.batches == whole.batches == list(range(8))
+    assert part.losses == whole.losses
+    assert ("target-1", "GPU 4", "stuck") in part.states
+    (text,) = [text for text in part.warnings if text.startswith("target-1 on GPU 4 has made")]
+    assert re.search(r"^.* has made no progress for \d+ s \(prepares batch \d\); ", text)
+    assert "in act\n" in text  # the whole stack is in the log
+
+
+def test_last_target_thread_that_hangs_ends_the_run_and_every_one_was_named(
+    make_run: MakeRun,
+) -> None:
+    story = Story(hangs={0: threading.Event(), 1: threading.Event()})
+    with pytest.raises(WorkerError, match=r"thread target-\d: TimeoutError: .* no other is left"):
+        _run(make_run(compile={"watchdog_s": 0.5, "limit_s": 1.0}), [False, False], story)
+    for released in story.hangs.values():
+        released.set()
+    assert sorted(story.states) == [("target-0", "GPU 3", "stuck"), ("target-1", "GPU 4", "stuck")]
+
+
+def test_target_thread_that_comes_back_goes_on_and_what_it_made_late_is_dropped(
+    make_run: MakeRun,
+) -> None:
+    whole, part = Story(), Story(hangs={0: threading.Event(), 1: threading.Event()})
+    _run(make_run("whole"), [False], whole)
+
+    def come_back() -> None:
+        for released in part.hangs.values():
+            released.set()
+
+    part.on_stuck = come_back
+    _run(make_run("part", compile=_HANGS), [False, False], part)
+    assert part.batches == whole.batches
+    assert part.losses == whole.losses
+
+
 def test_target_thread_three_times_slower_than_the_others_is_named_once() -> None:
     pace = PaceWatch()
     told = []
     for _ in range(20):
-        told += [pace.note("target-0", 10e-6), pace.note("target-1", 12e-6)]
-        told += [pace.note("target-2", 40e-6)]
+        told += [pace.note("target-0", 10e-6, 1), pace.note("target-1", 12e-6, 1)]
+        told += [pace.note("target-2", 400e-6, 10)]
     texts = [text for text in told if text is not None]
     assert len(texts) == 1
     # The others' medians are 10 and 12 us, theirs is 11: 40 / 11 = 3.6.
@@ -157,8 +232,8 @@ def test_of_two_target_threads_the_slow_one_can_be_told(slow: float, named: bool
     pace = PaceWatch()
     told = []
     for batch in range(8):
-        told.append(pace.note("target-0", 10e-6))
-        told.append(pace.note("target-1", 1.0 if batch == 0 else slow))  # the first one compiles
+        told.append(pace.note("target-0", 10e-6, 1))
+        told.append(pace.note("target-1", 1.0 if batch == 0 else slow, 1))  # the first one compiles
     assert [text is not None for text in told] == [False] * 15 + [named]
 
 

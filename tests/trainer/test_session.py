@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import itertools
 import json
 import os
 import resource
@@ -17,6 +18,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.nn.modules.module import register_module_forward_pre_hook
+from transformers import LlamaModel
 
 from tests.trainer.conftest import events_of
 from trainer import assembly, checkpoint
@@ -175,6 +178,33 @@ def test_failing_target_thread_ends_the_run_with_its_name(
     assert finished["state"] == "failed"
     assert "target-0" in finished["error"]
     assert not [t for t in threading.enumerate() if t.name.startswith(("target-", "drafter-"))]
+
+
+def test_run_that_loses_its_last_target_saves_its_last_step_and_resume_ends_the_same(
+    make_run: MakeRun,
+) -> None:
+    straight = make_run("straight")
+    _train(straight)
+    run_dir = make_run("lost", run={"checkpoint_every_steps": 1000})
+    forwards = itertools.count(1)
+
+    def die_in_the_seventh(module: torch.nn.Module, _inputs: object) -> None:
+        in_target = threading.current_thread().name == "target-0"
+        if in_target and isinstance(module, LlamaModel) and next(forwards) == 7:
+            raise RuntimeError("GPU is lost")
+
+    hook = register_module_forward_pre_hook(die_in_the_seventh)
+    try:
+        with pytest.raises(WorkerError, match="thread target-0: RuntimeError: GPU is lost"):
+            _train(run_dir)
+    finally:
+        hook.remove()
+    (saved,) = _events(run_dir, "checkpoint")
+    # Six batches were made and two at most waited.
+    assert 3 <= saved["step"] == _events(run_dir, "step")[-1]["step"] < 12
+    assert _train(run_dir, resume=True) is TrainerExit.FINISHED
+    first, second = _masters(straight, 12), _masters(run_dir, 12)
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def _target(run_dir: Path) -> Path:

@@ -1,8 +1,10 @@
 """The supervisor with real threads, and the small parts of the workers."""
 
+import itertools
+import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -11,7 +13,15 @@ from trainer.channel import OrderedChannel
 from trainer.compile_gate import CompileGate, GateSettings
 from trainer.errors import ChannelClosedError, WorkerError
 from trainer.workers.drafter import StepRange
-from trainer.workers.supervisor import Pulse, StopRequest, Supervisor, WatchSettings
+from trainer.workers.supervisor import (
+    Patience,
+    Pulse,
+    Relief,
+    State,
+    StopRequest,
+    Supervisor,
+    WatchSettings,
+)
 from trainer.workers.target import FeatureCache
 
 WATCHDOG_S, LIMIT_S = 60.0, 120.0
@@ -23,12 +33,12 @@ class World:
     Threads grow old by ``_age``, not by waiting: how fast the machine is decides nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, compiles: bool = False) -> None:
         self.reports: list[str] = []
         self.abandoned = threading.Event()
         self.stop = StopRequest()
         self.channel: OrderedChannel[int] = OrderedChannel(1)
-        self.gate = CompileGate(GateSettings(compile=False))
+        self.gate = CompileGate(GateSettings(compile=compiles, backend="eager"))
         self.supervisor = Supervisor(
             self.gate,
             WatchSettings(WATCHDOG_S, LIMIT_S),
@@ -185,6 +195,79 @@ def test_end_of_a_long_wait_never_looks_like_long_work() -> None:
     with pulse.wait("for item 0"):
         _age(pulse, LIMIT_S)
     pulse.beat("works")
+
+
+def _relief(patience: Callable[[], Patience], tell: Callable[[State, str, float], None]) -> Relief:
+    return Relief("target-0 on GPU 3", "look at GPU 3", patience, lambda: True, tell)
+
+
+def test_worker_that_stands_still_is_told_to_be_stuck_and_to_be_back(world: World) -> None:
+    """And nobody waits for its end, but while it is at work again."""
+    told: list[tuple[State, str]] = []
+    stands, stuck, back = threading.Event(), threading.Event(), threading.Event()
+
+    def tell(state: State, text: str, _age_s: float) -> None:
+        told.append((state, re.sub(r"\d+ s", "N s", text.splitlines()[0])))
+        {"stuck": stuck, "back": back}[state].set()
+
+    def stands_still(pulse: Pulse) -> None:
+        pulse.beat("runs the target on batch 7")
+        stands.set()
+        stuck.wait(20)
+        pulse.beat("goes on")
+        back.wait(20)
+
+    def goes_on(pulse: Pulse) -> None:
+        with pulse.wait("for the other"):
+            back.wait(20)
+
+    def patience() -> Patience:
+        return Patience(0.0 if stands.is_set() and not stuck.is_set() else 1e9, 1e9)
+
+    world.supervisor.add("target-0", stands_still, _relief(patience, tell))
+    world.supervisor.add("drafter-0", goes_on)
+    world.supervisor.run_all()
+    stood = "target-0 on GPU 3 has made no progress for N s (runs the target on batch 7)"
+    assert told == [
+        ("stuck", f"{stood}; the others take over; look at GPU 3"),
+        ("back", "target-0 on GPU 3 goes on after N s"),
+    ]
+
+
+def test_worker_that_never_comes_back_does_not_keep_the_others_from_their_end(world: World) -> None:
+    stuck, released = threading.Event(), threading.Event()
+    relief = _relief(lambda: Patience(0.0, 1e9), lambda _state, _text, _age_s: stuck.set())
+    world.supervisor.add("target-0", lambda _pulse: released.wait() and None, relief)
+    world.supervisor.add("drafter-0", lambda _pulse: stuck.wait(20) and None)
+    world.supervisor.run_all()
+    assert world.supervisor.at_fault() == {"target-0"}
+    released.set()
+
+
+def test_worker_that_waits_for_the_compile_of_another_does_not_stand_still() -> None:
+    world = World(compiles=True)
+    told: list[State] = []
+    compiles, looked_at = threading.Event(), threading.Event()
+    looks = itertools.count()
+
+    def patience() -> Patience:
+        if not compiles.is_set() or looked_at.is_set():
+            return Patience(1e9, 1e9)
+        if next(looks) == 5:  # half a second at least
+            looked_at.set()
+        return Patience(0.2, 1e9)
+
+    def compile_long(_pulse: Pulse) -> None:
+        with world.gate.trace():
+            compiles.set()
+            looked_at.wait(20)
+
+    relief = _relief(patience, lambda state, _text, _age_s: told.append(state))
+    world.supervisor.add("target-0", lambda _pulse: looked_at.wait(20) and None, relief)
+    world.supervisor.add("target-1", compile_long)
+    world.supervisor.run_all()
+    world.gate.close()
+    assert (looked_at.is_set(), told) == (True, [])
 
 
 def test_steps_deal_batches_to_drafters_in_turn() -> None:

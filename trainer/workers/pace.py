@@ -1,4 +1,7 @@
-"""Tells of a target thread that is much slower than the others: a hot, shared or broken GPU."""
+"""What target threads need a batch: which one is much slower than the others, what is usual.
+
+A slow one has a hot, shared or broken GPU.
+"""
 
 import statistics
 import threading
@@ -9,9 +12,14 @@ _TIMES_SLOWER = 3.0
 
 
 class PaceWatch:
-    """What a token costs each target thread, over its last batches; any thread may call it."""
+    """What a token costs each target thread, over its last batches; any thread may call it.
+
+    usual_s: seconds of a batch, the median of the last of all threads; None before the first.
+    """
 
     def __init__(self) -> None:
+        self.usual_s: float | None = None
+        self._seconds: deque[float] = deque(maxlen=_WINDOW)
         self._lock = threading.Lock()
         self._costs: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_WINDOW))
         self._told: set[str] = set()
@@ -22,13 +30,15 @@ class PaceWatch:
         with self._lock:
             return frozenset(self._told)
 
-    def note(self, name: str, seconds_per_token: float) -> str | None:
+    def note(self, name: str, seconds: float, num_tokens: int) -> str | None:
         """Count a batch; returns a text once for a thread 3 times slower than the median.
 
         The median is that of the other threads, so that two threads can be told apart too.
         """
         with self._lock:
-            self._costs[name].append(seconds_per_token)
+            self._seconds.append(seconds)
+            self.usual_s = statistics.median(self._seconds)
+            self._costs[name].append(seconds / max(num_tokens, 1))
             if name in self._told or len(self._costs[name]) < _WINDOW:
                 return None
             others = [

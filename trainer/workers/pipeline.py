@@ -15,17 +15,25 @@ from trainer.model.target import Target
 from trainer.sync import GradientSync
 from trainer.workers.drafter import DrafterWorker, Replica, StepDone, StepRange
 from trainer.workers.pace import PaceWatch
-from trainer.workers.supervisor import Pulse, StopRequest, Supervisor, WatchSettings
+from trainer.workers.supervisor import Patience, Pulse, StopRequest, Supervisor, WatchSettings
 from trainer.workers.target import FeatureCache, Prepared, TargetWorker
 from trainer.workers.transfer import Transfer
+
+# A batch of a target takes seconds. A thread that is left out for no fault of its own costs no more
+# than a batch made twice; without any target thread the run is lost, so that takes longer.
+_PATIENCE_S = 45.0
+_END_S = 300.0
+_TIMES_USUAL = 10.0
+_TIMES_PATIENCE = 5.0
 
 
 @dataclass
 class Pipeline:
     """The parts of a run, warm and ready; ``run`` is called once.
 
-    targets: one a target thread, of which several may be the same. report: gets what does not end
-    the run. on_step: called in the thread of rank 0, between steps.
+    targets: one a target thread, of which several may be the same. gpus: theirs, as people call
+    them; the devices' names where left out. report: gets what does not end the run. on_step:
+    called in the thread of rank 0, between steps.
     """
 
     config: TrainConfig
@@ -36,8 +44,9 @@ class Pipeline:
     steps: StepRange
     stop: StopRequest
     run_dir: Path
-    report: Callable[[str], object]
+    report: Callable[..., object]
     on_step: Callable[[StepDone, Pulse], None]
+    gpus: Sequence[str] = ()
     channel: OrderedChannel[Prepared] = field(init=False)
     supervisor: Supervisor = field(init=False)
     transfer: Transfer = field(init=False)
@@ -95,14 +104,21 @@ class Pipeline:
         return Flow(channel.depth, channel.put_wait_s, channel.get_wait_s, channel.size_bytes)
 
     def sound_target(self) -> Target:
-        """Return the first target whose thread was not left out and, if there is one, is not slow.
+        """Return the first target whose thread is not left out and, if there is one, is not slow.
 
         Its card can be trusted with further work, such as decoding.
         """
-        working = [w for w in self._target_workers if not w.failed.is_set()]
+        working = [w for w in self._target_workers if not w.out.is_set()]
         slow = self.pace.slow
         usual = [worker for worker in working if worker.name not in slow]
         return next((worker.target for worker in (*usual, *working)), self.targets[0])
+
+    def drafters_are_sound(self) -> bool:
+        """Say, after a failure, whether what the drafters had at the last step can be saved."""
+        blamed = any(name.startswith("drafter") for name in self.supervisor.at_fault())
+        lost = {worker.target.device for worker in self._target_workers if worker.out.is_set()}
+        shared = {r.device for r in self.replicas if r.device.type == "cuda"} & lost
+        return not blamed and not shared
 
     def _devices(self) -> list[torch.device]:
         return [*(target.device for target in self.targets), *(r.device for r in self.replicas)]
@@ -114,12 +130,23 @@ class Pipeline:
             self.channel.fail(name, error)
         self._sync.abort()
 
+    def _patience(self) -> Patience:
+        """Return how long a target thread may stand still, by what its batches usually take."""
+        settings, usual_s = self.config.compile, self.pace.usual_s
+        if usual_s is None:  # libraries tune their kernels in the first batch
+            return Patience(settings.watchdog_s, settings.limit_s)
+        patience_s = max(min(_PATIENCE_S, settings.watchdog_s), _TIMES_USUAL * usual_s)
+        end_s = max(_END_S, _TIMES_PATIENCE * patience_s)
+        return Patience(patience_s, min(settings.limit_s, end_s))
+
     def add_targets(self) -> None:
         """Add the target threads, which feed the channel."""
         cache = FeatureCache(self.config.target.cache_bytes)
-        for number, target in enumerate(self.targets):
+        gpus = self.gpus or [str(target.device) for target in self.targets]
+        for number, (target, gpu) in enumerate(zip(self.targets, gpus, strict=True)):
             worker = TargetWorker(
                 name=f"target-{number}",
+                gpu=gpu,
                 target=target,
                 maker=self.maker,
                 cache=cache,
@@ -132,7 +159,7 @@ class Pipeline:
                 cpu_threads=self.config.run.cpu_threads,
             )
             self._target_workers.append(worker)
-            self.supervisor.add(worker.name, worker.run)
+            self.supervisor.add(worker.name, worker.run, worker.relief(self._patience))
 
     def add_drafters(self) -> None:
         """Add the drafter threads, which empty the channel."""

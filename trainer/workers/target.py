@@ -2,7 +2,8 @@
 
 On a GPU a thread starts the next batch before it waits for the one before, so that the card always
 has work; a batch is handed over when its hidden states are there. A thread that fails leaves its
-batches to the others, and the run goes on slower.
+batches to the others, and the run goes on slower. So does one that stands still (a GPU that never
+answers), until it is back: what it made meanwhile is dropped.
 """
 
 import threading
@@ -21,7 +22,7 @@ from trainer.errors import ChannelClosedError, CompileGateError, WorkerError
 from trainer.model.target import Target
 from trainer.workers.pace import PaceWatch
 from trainer.workers.place import take_place
-from trainer.workers.supervisor import Pulse
+from trainer.workers.supervisor import Patience, Pulse, Relief, State
 from trainer.workers.transfer import Transfer
 
 
@@ -130,12 +131,12 @@ class _Made:
             self.done.synchronize()
 
     @property
-    def seconds_per_token(self) -> float:
+    def seconds(self) -> float:
         """What it cost the thread and its card, without waits for others; after ``wait``."""
         seconds = self.host_s
         if self.began is not None and self.done is not None:
             seconds = max(seconds, self.began.elapsed_time(self.done) / 1e3)
-        return seconds / max(self.batch.num_tokens, 1)
+        return seconds
 
 
 @dataclass(frozen=True)
@@ -143,10 +144,12 @@ class TargetWorker:
     """One target thread; all share the cache, the channel, the transfer and the pace watch.
 
     drafters: their devices by rank; batch ``index`` goes to the one of rank ``index`` modulo their
-    number. report: gets what does not end the run. failed: set when the thread is left out.
+    number. gpu: the target's, as people call it. report: gets what does not end the run. out: set
+    while the thread is left out, because it failed or stands still.
     """
 
     name: str
+    gpu: str
     target: Target
     maker: BatchMaker
     cache: FeatureCache
@@ -155,37 +158,58 @@ class TargetWorker:
     drafters: Sequence[torch.device]
     gate: CompileGate
     pace: PaceWatch
-    report: Callable[[str], object]
+    report: Callable[..., object]
     cpu_threads: int | None
-    failed: threading.Event = field(default_factory=threading.Event)
+    out: threading.Event = field(default_factory=threading.Event)
 
     def run(self, pulse: Pulse) -> None:
         """Work until the plan ends or the channel is closed.
 
         An error of this thread alone ends it and is told; the last thread raises its error.
         """
-        claimed: set[int] = set()
         try:
             take_place(self.target.device, self.cpu_threads)
-            self._work(claimed, pulse)
+            self._work(pulse)
         except (ChannelClosedError, WorkerError, CompileGateError):
             raise
         except Exception as error:
-            self.failed.set()
-            if not self.channel.retire(claimed):
+            self.out.set()
+            given_back = self.channel.retire(self.name)
+            if given_back is None:
                 raise
-            text = _failure_text(self.name, error, sorted(claimed))
-            self.report(f"{text}\n{traceback.format_exc()}")
+            text = _failure_text(self.name, error, given_back)
+            self._tell("failed", f"{text}\n{traceback.format_exc()}", 0.0)
 
-    def _work(self, claimed: set[int], pulse: Pulse) -> None:
-        """Make and hand over batches; ``claimed`` holds those that are not handed over yet."""
+    def relief(self, patience: Callable[[], Patience]) -> Relief:
+        """Return how the other target threads make good for this one while it stands still."""
+
+        def tell(state: State, text: str, age_s: float) -> None:
+            if state == "back":
+                self.out.clear()
+            else:
+                self.out.set()
+            self._tell(state, text, age_s)
+
+        return Relief(
+            who=f"{self.name} on {self.gpu}",
+            advice=f"look at {self.gpu} with nvidia-smi and dmesg (Xid)",
+            patience=patience,
+            take_over=lambda: self.channel.retire(self.name) is not None,
+            tell=tell,
+        )
+
+    def _tell(self, state: str, text: str, age_s: float) -> None:
+        age = round(age_s, 1)
+        self.report(text, thread=self.name, device=self.gpu, state=state, age_s=age)
+
+    def _work(self, pulse: Pulse) -> None:
+        """Make and hand over batches."""
         ahead = 1 if self.target.device.type == "cuda" else 0
         held: dict[int, _Made] = {}
         while True:
             with pulse.wait("for a batch to prepare"):
-                index = self.channel.claim(wait=not held)
+                index = self.channel.claim(self.name, wait=not held)
             if index is not None:
-                claimed.add(index)
                 pulse.beat(f"prepares batch {index}")
                 held[index] = self._start(index)
                 if len(held) <= ahead:
@@ -193,9 +217,8 @@ class TargetWorker:
             elif not held:
                 return
             lowest = min(held)
-            if self._hand_over(lowest, held[lowest], pulse):
-                del held[lowest]
-                claimed.remove(lowest)
+            self._hand_over(lowest, held[lowest], pulse)
+            held = {i: made for i, made in held.items() if self.channel.holds(i, self.name)}
 
     def _start(self, index: int) -> _Made:
         began, done, since = None, None, time.monotonic()
@@ -208,20 +231,19 @@ class TargetWorker:
             done.record()
         return _Made(batch, hidden, time.monotonic() - since, began, done)
 
-    def _hand_over(self, index: int, made: _Made, pulse: Pulse) -> bool:
-        """Hand the batch over; False when another was given back, which comes first."""
+    def _hand_over(self, index: int, made: _Made, pulse: Pulse) -> None:
+        """Hand the batch over, unless another was given back, which comes first."""
         pulse.beat(f"runs the target on batch {index}")
         made.wait()
         with pulse.wait(f"for room for batch {index}"):
-            if not self.channel.admit(index, made.size_bytes):
-                return False
+            if not self.channel.admit(index, made.size_bytes, self.name):
+                return
         device = self.drafters[index % len(self.drafters)]
         sent = self.transfer.send(made.batch, made.hidden, device, made.done)
-        self.channel.put(index, Prepared(*sent), made.size_bytes)
-        slow = self.pace.note(self.name, made.seconds_per_token)
+        self.channel.put(index, Prepared(*sent), made.size_bytes, self.name)
+        slow = self.pace.note(self.name, made.seconds, made.batch.num_tokens)
         if slow is not None:
             self.report(slow)
-        return True
 
 
 def _timer() -> torch.cuda.Event:

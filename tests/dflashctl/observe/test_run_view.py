@@ -53,6 +53,25 @@ def test_gpus_that_the_container_lost_are_an_alert_until_they_are_back(
     assert view.alerts(3.0) == []
 
 
+def test_target_threads_that_are_left_out_are_an_alert_until_they_are_back(view: RunView) -> None:
+    left = {"thread": "target-1", "device": "GPU 4", "state": "stuck", "age_s": 45.0}
+    view.update(event("warning", t=5000.0, text="...", **left), 0.0)
+    view.update(step(1, t=5020.0), 20.0)
+    view.update(Heartbeat(5025.0, "alive"), 25.0)
+    (alert,) = view.alerts(28.0)
+    assert alert.kind == "targets"
+    # It had stood for 45 s, 28 s ago.
+    text = "target-1 on GPU 4 has made no progress for 73 s; look at the GPU: dflashctl gpus"
+    assert alert.text == text
+    view.update(event("warning", t=5030.0, text="...", **left | {"state": "back"}), 30.0)
+    assert view.alerts(31.0) == []
+    view.update(event("warning", t=5040.0, text="...", **left | {"state": "failed"}), 40.0)
+    (alert,) = view.alerts(41.0)
+    assert alert.text.startswith("target-1 on GPU 4 failed and is left out; ")
+    view.update(event("phase", t=5050.0, phase="data"), 50.0)  # resumed, with all of them
+    assert view.alerts(51.0) == []
+
+
 def test_slow_steps_are_no_stall(view: RunView) -> None:
     for number in range(5):
         view.update(step(number, t=5000.0, step_s=20.0), 0.0)

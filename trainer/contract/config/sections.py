@@ -154,7 +154,8 @@ class CompileConfig:
     spans (Triton kernels of our own), flex (flex_attention), or auto: spans where head_dim is a
     power of two from 16 to 256, else flex. gate: on, or off as an experiment that the manifest and
     the events mark. watchdog_s: seconds after which a compile or a worker without progress is
-    reported with every thread's stack; limit_s: seconds after which the run ends.
+    reported with every thread's stack; limit_s: seconds after which the run ends. A target thread
+    that stands still is told and left out before, while another works.
 
     allow_fallback: what runs uncompiled is a warning and does not end the run.
     force_during_fx_trace, error_on_nested_fx_trace: torch's settings of these names, experiments as

@@ -27,7 +27,7 @@ from dflashctl.transport.base import (
 from dflashctl.transport.child import Limits
 
 _TICK_S = 0.1
-_GRACE_S = 0.5  # for the status after the sink had enough
+_GRACE_S = 5.0  # for the status after the sink had enough; a loaded host takes its time
 _JOIN_S = 5.0
 _BEGIN_S = 1.0  # a host that takes longer to connect to is waited for later
 _FRAMES_KEPT = 64  # of at most 64 KiB; a slow reader slows the command, not the memory here

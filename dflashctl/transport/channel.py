@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _PACKET_BYTES = 32 * 1024  # what a channel sends at once
 _TICK_S = 0.1
-_GRACE_S = 0.5  # for the last bytes of stderr after the sink had enough
+_GRACE_S = 2.0  # for the last bytes of stderr after the sink had enough
 _LATE_S = 10.0  # for output after the exit status, which sshd may send first
 _OPEN_S = 30.0  # to open a channel, when the command itself has no deadline
 _FREE_S = 3.0  # for sshd to count a session that has ended no more (MaxSessions)
@@ -36,6 +36,7 @@ _NO_REASON = "Unable to open channel."
 _CONNECT_FAILED = 2  # SSH_OPEN_CONNECT_FAILED of RFC 4254
 _JOIN_S = 5.0
 _SETTLE_S = 0.5  # for paramiko's reader to notice that the link behind a closed channel is gone
+_CUT_SETTLE_S = 10.0  # the same where the other side had not even ended its output
 
 
 class ChannelRun:
@@ -80,7 +81,8 @@ class ChannelRun:
             raise self._thread_error
         status = channel.exit_status if channel.exit_status_ready() else -1
         if status < 0:
-            self._link.join(_SETTLE_S)  # its channels close a moment before it says it is down
+            # A link that dies closes its channels a moment before it says that it is down.
+            self._link.join(_SETTLE_S if channel.eof_received else _CUT_SETTLE_S)
             if not self._link.is_active():
                 raise self._lost()
         return Finished(status if status >= 0 else None, bytes(self._stderr))

@@ -23,7 +23,7 @@ CHUNK_BYTES = 256 * 1024
 _TICK_S = 0.1  # how often an exit with pipes still held open by a grandchild is noticed
 PAUSE_S = 0.005  # until a source of stdin that had nothing yet is asked again
 GIVEN_UP = threading.Event()  # by Ctrl-C, in whatever thread a command is waited for
-_GRACE_S = 0.5  # for the last bytes of stderr after the child ended or the sink had enough
+_GRACE_S = 2.0  # for the last bytes of stderr after the child ended or the sink had enough
 
 
 class Limits:

@@ -63,7 +63,7 @@ class SshServer:
             "identity_file": str(self.user_key),
             "known_hosts": str(self.known_hosts),
             "ssh_config": str(empty),
-            "connect_timeout_s": 5.0,
+            "connect_timeout_s": 20.0,
         }
         return Host(**(values | settings))  # type: ignore[arg-type]
 
@@ -78,7 +78,7 @@ class SshServer:
         )
         sshd = shutil.which("sshd") or "/usr/sbin/sshd"
         self._process = subprocess.Popen([sshd, "-D", "-e", "-f", str(config)])
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         while time.monotonic() < end:
             with (
                 contextlib.suppress(OSError),
@@ -111,17 +111,17 @@ class SshServer:
             for each in [pid, *map(int, below.stdout.split())]:
                 name = Path(f"/proc/{each}/comm")
                 with contextlib.suppress(OSError):
-                    if name.read_text().strip() == "sshd":
+                    if name.read_text().startswith("sshd"):
                         os.kill(each, how)
 
     def stop(self) -> None:
         if self._process is not None:
             self._process.terminate()
-            self._process.wait(10)
+            self._process.wait(60)
             self._process = None
 
 
-def require_no_new_thread(before: set[threading.Thread], seconds: float = 10.0) -> None:
+def require_no_new_thread(before: set[threading.Thread], seconds: float = 60.0) -> None:
     """Fail when a thread that is not of ``before`` goes on; a cancelled timer takes a moment."""
     limit = time.monotonic() + seconds
     while new := set(threading.enumerate()) - before:

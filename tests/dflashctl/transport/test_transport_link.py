@@ -15,6 +15,8 @@ from dflashctl.errors import StateUnknownError, UnreachableError
 from dflashctl.transport import Script, Transport, run_script, stream_script
 from dflashctl.transport.base import EnoughRead
 from dflashctl.transport.fabric_ssh import FabricTransport
+from dflashctl.transport.openssh import OpensshTransport
+from tests.dflashctl.act.conftest import wait_until
 from tests.dflashctl.transport.conftest import require_no_new_thread
 
 if TYPE_CHECKING:
@@ -32,11 +34,9 @@ def test_connection_killed_under_a_script_leaves_the_state_unknown(
         assert chunk == b"begun\n"
         own_server.kill_connections(signal.SIGKILL)
 
-    started_s = time.monotonic()
     with pytest.raises(StateUnknownError) as caught:
-        stream_script(way, Script("echo begun; sleep 20", what="launch"), cut)
+        stream_script(way, Script("echo begun; sleep 60", what="launch"), cut)
     assert "launch" in caught.value.message
-    assert time.monotonic() - started_s < 5
 
 
 class _OneWaySocket:
@@ -61,9 +61,9 @@ class _OneWaySocket:
 @pytest.mark.parametrize(
     "line",
     [
-        "echo begun; sleep 20",  # found when the channel is closed
-        "echo begun; head -c 40000000 /dev/zero; sleep 20",  # when its window is opened
-        "echo begun; cat >/dev/null; sleep 20",  # when more is sent
+        "echo begun; sleep 60",  # found when the channel is closed
+        "echo begun; head -c 40000000 /dev/zero; sleep 60",  # when its window is opened
+        "echo begun; cat >/dev/null; sleep 60",  # when more is sent
     ],
 )
 def test_link_that_takes_no_more_bytes_is_lost_and_not_a_traceback(
@@ -77,18 +77,16 @@ def test_link_that_takes_no_more_bytes_is_lost_and_not_a_traceback(
 
     def blocks() -> Iterator[bytes]:
         yield b"first"
-        begun.wait(10)
+        begun.wait(60)
         yield bytes(1 << 20)
 
     def cut(_chunk: bytes) -> None:
         sock.broken = True
         begun.set()
 
-    started_s = time.monotonic()
     with pytest.raises(UnreachableError) as caught:
-        way.execute(["sh", "-c", line], blocks(), cut, 30.0)
+        way.execute(["sh", "-c", line], blocks(), cut, 50.0)
     assert caught.value.code == "link-lost"
-    assert time.monotonic() - started_s < 15
 
 
 def test_link_that_breaks_while_the_channel_is_closed_is_lost(
@@ -103,8 +101,32 @@ def test_link_that_breaks_while_the_channel_is_closed_is_lost(
         raise EnoughRead
 
     with pytest.raises(UnreachableError) as caught:
-        way.execute(["sh", "-c", "echo begun; sleep 20"], [], enough, 30.0)
+        way.execute(["sh", "-c", "echo begun; sleep 60"], [], enough, 30.0)
     assert caught.value.code == "link-lost"
+
+
+class _SlowToClose:
+    """A channel that takes its time to close: until then the link does not say that it is down."""
+
+    def _unlink(self) -> None:
+        time.sleep(1.5)
+
+
+def test_link_that_is_slow_to_say_that_it_is_down_is_lost_all_the_same(
+    own_server: "SshServer", open_way: OpenWay
+) -> None:
+    way = open_way(FabricTransport(own_server.host()))
+    slow = _SlowToClose()
+    received: list[bytes] = []
+
+    def cut(chunk: bytes) -> None:
+        received.append(chunk)
+        way._link._channels.put(1 << 20, slow)  # type: ignore[attr-defined]  # after the command's
+        own_server.kill_connections(signal.SIGKILL)
+
+    with pytest.raises(UnreachableError) as caught:
+        way.execute(["sh", "-c", "echo begun; sleep 60"], (), cut, 100.0)
+    assert (caught.value.code, received) == ("link-lost", [b"begun\n"])
 
 
 def test_connection_killed_between_two_commands_is_unreachable_or_made_anew(
@@ -112,7 +134,8 @@ def test_connection_killed_between_two_commands_is_unreachable_or_made_anew(
 ) -> None:
     way = open_way(ssh_kind(own_server.host()))
     own_server.kill_connections(signal.SIGKILL)
-    time.sleep(0.3)
+    if isinstance(way, OpensshTransport):  # a command would find its dying master
+        wait_until(lambda: not way._socket.exists())
     if ssh_kind is FabricTransport:
         with pytest.raises(UnreachableError) as caught:
             run_script(way, Script("echo a", deadline_s=10))
@@ -124,19 +147,17 @@ def test_connection_killed_between_two_commands_is_unreachable_or_made_anew(
 def test_host_that_stops_answering_is_noticed_by_the_heartbeat(
     own_server: "SshServer", open_way: OpenWay
 ) -> None:
-    way = open_way(FabricTransport(own_server.host(), alive_interval_s=0.3))
+    way = open_way(FabricTransport(own_server.host(), alive_interval_s=1.0))
 
     def stall(chunk: bytes) -> None:
         assert chunk == b"begun\n"
         own_server.kill_connections(signal.SIGSTOP)
 
-    started_s = time.monotonic()
     try:
         with pytest.raises(StateUnknownError):
-            stream_script(way, Script("echo begun; sleep 20", deadline_s=None), stall)
+            stream_script(way, Script("echo begun; sleep 60", deadline_s=None), stall)
     finally:
         own_server.kill_connections(signal.SIGKILL)
-    assert time.monotonic() - started_s < 6
 
 
 def test_deadline_holds_while_the_host_is_stalled(
@@ -144,20 +165,18 @@ def test_deadline_holds_while_the_host_is_stalled(
 ) -> None:
     way = open_way(ssh_kind(own_server.host()))
     own_server.kill_connections(signal.SIGSTOP)
-    started_s = time.monotonic()
     try:
-        with pytest.raises(UnreachableError):
+        with pytest.raises(UnreachableError, match="no end within 1 s"):
             run_script(way, Script("cat", [bytes(1 << 20)] * 8, deadline_s=1.0))
     finally:
         own_server.kill_connections(signal.SIGKILL)
-    assert time.monotonic() - started_s < 4
 
 
 def test_idle_connection_stays_open_by_answers_to_the_heartbeat(
     own_server: "SshServer", open_way: OpenWay
 ) -> None:
-    way = open_way(FabricTransport(own_server.host(), alive_interval_s=0.1))
-    time.sleep(1.5)
+    way = open_way(FabricTransport(own_server.host(), alive_interval_s=0.8))
+    time.sleep(3.0)  # longer than a host may be silent
     assert run_script(way, Script("echo a")).stdout == b"a\n"
 
 
@@ -167,10 +186,7 @@ def test_close_ends_every_thread_of_the_connection(own_server: "SshServer") -> N
     way.open()
     run_script(way, Script("cat", [b"x"]))
     way.close()
-    end = time.monotonic() + 3
-    while set(threading.enumerate()) - before and time.monotonic() < end:
-        time.sleep(0.05)
-    assert set(threading.enumerate()) - before == set()
+    require_no_new_thread(before)
 
 
 def test_noise_of_a_login_file_stays_out_of_the_output(
@@ -186,7 +202,7 @@ def test_endless_noise_is_told_and_not_kept(own_server: "SshServer", open_way: O
     force_command(own_server, "yes noise")
     way = open_way(FabricTransport(own_server.host()))
     with pytest.raises(StateUnknownError, match="before the script began") as caught:
-        run_script(way, Script("echo a", deadline_s=20))
+        run_script(way, Script("echo a", deadline_s=100))
     assert ".bashrc" in caught.value.hint
 
 
@@ -219,7 +235,7 @@ def test_interrupt_of_the_user_leaves_no_child_and_no_thread(
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        stream_script(way, Script("echo begun; sleep 20"), interrupt)
+        stream_script(way, Script("echo begun; sleep 60"), interrupt)
     listed = subprocess.run(
         ["ps", "-o", "comm=", "--ppid", str(os.getpid())],
         capture_output=True,

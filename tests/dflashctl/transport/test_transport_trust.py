@@ -183,7 +183,7 @@ def full_agent(tmp_path: Path, make_key: MakeKey) -> Iterator[str]:
             for number in range(7):
                 make_key(tmp_path / f"agent{number}")
                 argv = ["ssh-add", "-q", str(tmp_path / f"agent{number}")]
-                for _ in range(50):
+                for _ in range(600):
                     done = subprocess.run(
                         argv,
                         env=os.environ | {"SSH_AUTH_SOCK": path},
@@ -196,7 +196,7 @@ def full_agent(tmp_path: Path, make_key: MakeKey) -> Iterator[str]:
             yield path
         finally:
             agent.terminate()
-            agent.wait(10)
+            agent.wait(60)
 
 
 def test_named_key_is_used_alone_however_many_the_agent_holds(
@@ -308,7 +308,7 @@ def test_jump_to_a_closed_port_is_unreachable(ssh_server: "SshServer", ssh_kind:
 
 def take_only_place(server: "SshServer") -> socket.socket:
     """Hold the only place for those not logged in yet; the start's own probe may still have it."""
-    for _ in range(100):
+    for _ in range(1000):
         hog = socket.create_connection(("127.0.0.1", server.port))
         if hog.recv(4) == b"SSH-":
             return hog

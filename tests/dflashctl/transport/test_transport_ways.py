@@ -26,7 +26,7 @@ ARGUMENTS = st.lists(
 @given(arguments=ARGUMENTS)
 def test_random_arguments_arrive_unchanged(way: Transport, arguments: list[str]) -> None:
     received: list[bytes] = []
-    way.execute(["printf", "%s\\0", *arguments], (), received.append, 20)
+    way.execute(["printf", "%s\\0", *arguments], (), received.append, 100)
     assert b"".join(received) == b"".join(item.encode() + b"\0" for item in arguments)
 
 
@@ -70,24 +70,23 @@ def test_script_larger_than_one_argument_may_be_runs(way: Transport) -> None:
 
 
 def test_long_standard_error_before_the_output_does_not_hang(way: Transport) -> None:
-    result = run_script(way, Script("head -c 5000000 /dev/zero >&2; echo done", deadline_s=20))
+    result = run_script(way, Script("head -c 5000000 /dev/zero >&2; echo done", deadline_s=100))
     assert (result.stdout, len(result.stderr)) == (b"done\n", 64 * 1024)
 
 
-def test_20_mb_of_output_take_less_than_3_s(way: Transport) -> None:
+def test_20_mb_of_output_come_whole(way: Transport) -> None:
     result = run_script(way, Script("head -c 20000000 /dev/zero | tr '\\0' x"))
     assert result.stdout == b"x" * 20_000_000
-    assert result.elapsed_s < 3
 
 
 def test_20_mb_of_payload_go_both_ways_at_once(way: Transport) -> None:
     block = os.urandom(1 << 20)
-    result = run_script(way, Script("cat", [block] * 20, deadline_s=20))
+    result = run_script(way, Script("cat", [block] * 20, deadline_s=100))
     assert result.stdout == block * 20
 
 
 def test_payload_that_nobody_reads_does_not_hang(way: Transport) -> None:
-    result = run_script(way, Script("echo early", [bytes(1 << 20)] * 8, deadline_s=20))
+    result = run_script(way, Script("echo early", [bytes(1 << 20)] * 8, deadline_s=100))
     assert (result.rc, result.stdout) == (0, b"early\n")
 
 
@@ -104,14 +103,14 @@ def test_error_of_the_payload_reaches_the_caller(way: Transport, error: Exceptio
 def test_script_cut_short_by_a_dying_client_does_not_run(way: Transport) -> None:
     received: list[bytes] = []
     argv = ["bash", "-c", BOOT, "dflashctl", "100", "abc"]
-    finished = way.execute(argv, [b"echo ran; "], received.append, 20)
+    finished = way.execute(argv, [b"echo ran; "], received.append, 100)
     assert (received, finished.status) == ([], 96)
 
 
 def test_background_process_that_holds_the_output_does_not_hold_the_caller(way: Transport) -> None:
-    result = run_script(way, Script("sleep 4 & echo started", deadline_s=20))
-    assert result.stdout == b"started\n"
-    assert result.elapsed_s < 3
+    result = run_script(way, Script("sleep 50 & echo $!", deadline_s=100))
+    assert result.elapsed_s < 40
+    os.kill(int(result.stdout), signal.SIGKILL)  # it is there
 
 
 def test_killed_remote_shell_leaves_the_state_unknown(way: Transport) -> None:
@@ -124,32 +123,39 @@ def test_killed_script_is_told_by_its_signal(way: Transport) -> None:
 
 
 def test_deadline_ends_a_script_that_hangs(way: Transport) -> None:
-    started_s = time.monotonic()
     with pytest.raises(UnreachableError, match=r"no end within 0\.5 s") as caught:
-        run_script(way, Script("echo begun; sleep 3", deadline_s=0.5))
+        run_script(way, Script("echo begun; sleep 60", deadline_s=0.5))
     assert caught.value.code == "timeout"
-    assert time.monotonic() - started_s < 2.5
     assert run_script(way, Script("echo alive")).stdout == b"alive\n"
 
 
 def test_stream_gives_each_line_when_it_is_printed(way: Transport) -> None:
-    moments: dict[bytes, float] = {}
+    seen: list[bytes] = []
 
-    def note(chunk: bytes) -> None:
-        moments.setdefault(chunk, time.monotonic())
+    def go_when_seen() -> Iterator[bytes]:
+        while not seen:
+            yield b""
+        yield b"go\n"
 
-    result = stream_script(way, Script("echo one; sleep 0.6; echo two"), note)
-    assert list(moments) == [b"one\n", b"two\n"]
-    assert moments[b"two\n"] - moments[b"one\n"] > 0.4
+    script = Script("echo one; read -r word; echo two $word", go_when_seen())
+    result = stream_script(way, script, seen.append)
+    assert seen == [b"one\n", b"two go\n"]
     assert (result.rc, result.stdout) == (0, b"")
 
 
 def test_stream_gives_up_after_silence_only(way: Transport) -> None:
-    lines: list[bytes] = []
-    text = "for i in 1 2 3 4; do echo $i; sleep 0.3; done; sleep 5"
+    lines, moments = [], [time.monotonic()]
+
+    def note(chunk: bytes) -> None:
+        lines.append(chunk)
+        moments.append(time.monotonic())
+
+    text = "for i in 1 2 3 4; do echo $i; sleep 0.3; done; sleep 60"
     with pytest.raises(UnreachableError, match="no sign of life for 1 s"):
-        stream_script(way, Script(text, deadline_s=1.0), lines.append)
-    assert b"".join(lines) == b"1\n2\n3\n4\n"
+        stream_script(way, Script(text, deadline_s=1.0), note)
+    # On a busy machine a line itself may come too late.
+    assert b"1\n2\n3\n4\n".startswith(b"".join(lines))
+    assert time.monotonic() - moments[-1] >= 1.0
 
 
 def test_error_of_the_reader_ends_the_stream(way: Transport) -> None:

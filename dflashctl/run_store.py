@@ -41,7 +41,14 @@ class RunStore:
         """
         directory = self.directory(tag)
         made_root = not self.root.exists()
-        handle = _locked_directory(directory, tag)
+        handle = locked_directory(directory)
+        if handle is None:
+            raise RefusedError(
+                f"the tag {tag} exists: another command is launching it from here",
+                hint=f"wait for its end, then: dflashctl status {tag}",
+                place=str(directory),
+                code="tag-exists",
+            )
         try:
             yield
         finally:
@@ -146,8 +153,11 @@ def tag_exists(tag: str, where: str, place: str) -> RefusedError:
     )
 
 
-def _locked_directory(directory: Path, tag: str) -> int:
-    """Return the descriptor that holds a run's directory for this process alone."""
+def locked_directory(directory: Path) -> int | None:
+    """Return the descriptor that holds a directory for this process alone, made where needed.
+
+    None while another process holds it. Who holds it may remove the directory.
+    """
     while True:
         directory.mkdir(parents=True, exist_ok=True)
         try:
@@ -158,12 +168,7 @@ def _locked_directory(directory: Path, tag: str) -> int:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(handle)
-            raise RefusedError(
-                f"the tag {tag} exists: another command is launching it from here",
-                hint=f"wait for its end, then: dflashctl status {tag}",
-                place=str(directory),
-                code="tag-exists",
-            ) from None
+            return None
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(handle), directory.stat()):
                 return handle

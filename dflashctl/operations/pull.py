@@ -27,6 +27,7 @@ from dflashctl.inventory import Place
 from dflashctl.program import Program
 from dflashctl.received import Fact, Received, problems, unpack
 from dflashctl.run_status import Connect
+from dflashctl.run_store import locked_directory
 from dflashctl.transport import stream_script
 from dflashctl.transport.base import Transport
 from trainer.contract.completion import digest_file
@@ -65,7 +66,8 @@ def pull(
     """Receive, check and put in place. ``on_bytes`` gets the size of each block as it comes.
 
     Raises: MismatchError (exit 7) naming the files that do not match, after the good ones were
-    put in place; RefusedError beyond the size limit, or when the record here is of another run.
+    put in place; RefusedError beyond the size limit, when the record here is of another run, or
+    while another pull of it is at work here.
     """
     unknown = [kind for kind in request.what if kind not in KINDS]
     if unknown or not request.what:
@@ -74,8 +76,27 @@ def pull(
             hint=f"dflashctl pull {request.tag} --what logs,metrics",
         )
     staging = request.directory / _STAGING
+    handle = locked_directory(staging)  # else each would move what the other half received
+    if handle is None:
+        raise RefusedError(
+            f"another pull of {request.tag} is at work here",
+            place=str(request.directory),
+            code="locked",
+            hint="wait for its end, then run the same command again",
+        )
+    try:
+        return _pull(request, connect, staging, on_bytes)
+    finally:
+        for directory in (staging, request.directory):
+            with contextlib.suppress(OSError):
+                directory.rmdir()  # when nothing came
+        os.close(handle)
+
+
+def _pull(
+    request: PullRequest, connect: Connect, staging: Path, on_bytes: Callable[[int], None]
+) -> PullResult:
     transport = connect(request.place)
-    staging.mkdir(parents=True, exist_ok=True)
     try:
         had = _scan(request.directory, request.what) | _scan(staging, request.what)
         received = _receive(transport, request, staging, had, on_bytes)
@@ -85,9 +106,6 @@ def pull(
         raise
     finally:
         transport.close()
-        for directory in (staging, request.directory):
-            with contextlib.suppress(OSError):
-                directory.rmdir()  # when nothing came
     wrong = problems(received, had)
     _check_run(request, staging)
     for name in wrong:

@@ -122,6 +122,23 @@ def test_files_that_an_interrupted_pull_had_received_are_not_sent_again(
     assert not (target / ".pull").exists()
 
 
+def test_a_second_pull_of_a_run_is_refused_while_one_is_at_work_here(
+    full_run: Any, here: Place, tmp_path: Path
+) -> None:
+    told: list[str] = []
+
+    def second(_num_bytes: int) -> None:
+        with pytest.raises(RefusedError) as caught:
+            bring(here, tmp_path / "fresh7")
+        told.append(caught.value.code)
+
+    pull(PullRequest(here, "fresh7", DEFAULT, tmp_path / "fresh7"), connect, second)
+    assert set(told) == {"locked"}
+    log = tmp_path / "fresh7" / full_run.log.name
+    assert log.read_bytes() == full_run.log.read_bytes()
+    assert not (tmp_path / "fresh7/.pull").exists()
+
+
 def test_another_run_of_the_same_tag_is_not_mixed_in(
     full_run: Any, here: Place, tmp_path: Path
 ) -> None:

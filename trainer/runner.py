@@ -34,6 +34,7 @@ T = TypeVar("T")
 _TAIL_BYTES = 1 << 18
 _RESERVED_BYTES = 4096  # exit.json must find room on a disk that the run has filled
 _MIRROR_PAUSE_S = 0.2
+_MIRROR_END_S = 10.0  # a terminal that takes nothing must not hold up the end
 _LOCK_WAIT_S = 2.0  # who only looks whether a run is alive takes the lock for a moment
 _OWN_ERROR = re.compile(rb"error(?:\[[\w-]+\])?: .+")
 _ANY_ERROR = re.compile(rb"[\w.]*(?:Error|Exception|Interrupt)\b.*")
@@ -95,7 +96,7 @@ class _Run:
         _end_group(child.pid)
         done.set()
         self._finish(status, started, oom_kill=status == -9 and _oom_kills() > oom_before)
-        mirror.join(timeout=2.0)
+        mirror.join(timeout=_MIRROR_END_S)
         return status if status >= 0 else 128 - status
 
     def _path(self, name: str) -> Path:

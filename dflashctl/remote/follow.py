@@ -118,10 +118,10 @@ class Tail:
     def _send_rest(self) -> bool:
         for turn in range(CHUNKS_A_TURN):
             data = os.pread(self.fd, CHUNK_BYTES, self.offset)
-            if not data:
+            # The head after the bytes: what was rewritten between the two is not sent as grown.
+            if not data or self._is_rewritten():
                 return turn > 0
-            if len(self.head) < HEAD_BYTES:
-                self.head = os.pread(self.fd, min(HEAD_BYTES, self.offset + len(data)), 0)
+            self.head += data[: HEAD_BYTES - len(self.head)]
             fields: dict[str, Any] = {"o": self.offset, "id": self.id}
             if self.head != self.told_head:
                 fields["head"] = self.head.hex()

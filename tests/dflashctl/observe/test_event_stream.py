@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ from dflashctl.event_stream import (
     follow,
     read_once,
 )
+from dflashctl.remote.follow import Tail
 from dflashctl.transport import Transport
 
 Connect = Callable[[], Transport]
@@ -172,6 +174,37 @@ def test_a_log_rewritten_to_a_greater_length_is_not_taken_for_a_grown_one(
     run.end()
     joined(thread)
     assert got.notices == ["truncated"]
+
+
+def test_a_log_rewritten_between_the_look_at_its_head_and_the_read_is_not_taken_for_a_grown_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    log = tmp_path / "log"
+    log.write_bytes(b"old\n")
+    tail = Tail("log", log, {})
+    tail.pump()
+    looks = 0
+
+    def rewritten_after_the_first_look(fd: int, size: int, offset: int) -> bytes:
+        nonlocal looks
+        looks += 1
+        if looks == 2:
+            with log.open("r+b") as stream:
+                stream.write(b"brand new and longer\n")
+        return pread(fd, size, offset)
+
+    pread = os.pread
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", rewritten_after_the_first_look)
+        for _ in range(3):
+            tail.pump()
+    records = list(RecordDecoder().feed(capfdbinary.readouterr().out))
+    assert [(record.header["k"], record.payload) for record in records] == [
+        ("at", b""),
+        ("log", b"old\n"),
+        ("note", b""),
+        ("log", b"brand new and longer\n"),
+    ]
 
 
 def test_a_log_that_is_moved_away_is_read_to_its_end_before_the_new_one(

@@ -4,7 +4,9 @@ A program that fails on purpose prints {"error": {"kind", "message", "hint"}}; t
 error class of its kind. Anything else that ends non-zero is a failure with its stderr.
 """
 
+import errno
 import json
+import os
 import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -106,9 +108,15 @@ def _read_answer(result: ScriptResult, name: str, place: str) -> dict[str, Any]:
         kind = _KINDS.get(problem.get("kind", ""), DflashctlError)
         raise kind(
             problem["message"],
-            hint=problem.get("hint", ""),
+            hint=problem.get("hint") or _hint(problem["message"], place),
             place=place,
             code=problem.get("code"),
         )
     result.check(DflashctlError, f"the {name} program failed", place=place)
     return answer
+
+
+def _hint(message: str, place: str) -> str:
+    """Return the next step after a failure of the system there, "" when it names none."""
+    full = os.strerror(errno.ENOSPC) in message
+    return f"make room: dflashctl runs gc --keep 1 -l {place}" if full else ""

@@ -18,7 +18,14 @@ from pathlib import Path
 from trainer.contract.errors import ContractError
 from trainer.contract.exit_record import TrainerExit
 from trainer.data import prepare_options
-from trainer.errors import CheckpointError, DataError, ServerError, TargetError, TrainerError
+from trainer.errors import (
+    CheckpointError,
+    DataError,
+    ServerError,
+    StorageError,
+    TargetError,
+    TrainerError,
+)
 from trainer.regenerate import options as regenerate_options
 
 _PLAIN = (ContractError, DataError, TargetError, CheckpointError)
@@ -35,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("error: interrupted\n")
         return int(TrainerExit.STOPPED)
-    except ServerError as error:  # told in full; where it was raised helps nobody
+    except (ServerError, StorageError) as error:  # told in full; where it was raised helps nobody
         _complain(error)
         return int(TrainerExit.FAILED)
     except TrainerError as error:

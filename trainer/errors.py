@@ -17,6 +17,10 @@ class ServerError(TrainerError):
     """A server that writes answers is gone, or refuses what every question has in common."""
 
 
+class StorageError(TrainerError):
+    """A file cannot be written: the disk is full, or the place is read-only."""
+
+
 class CompileGateError(TrainerError):
     """A compile after seal, a silent fall to eager, or a compile that never ends."""
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from trainer import assembly, checkpoint
@@ -23,7 +24,7 @@ from trainer.contract.config import TrainConfig
 from trainer.contract.durable import write_by_rename
 from trainer.contract.evaluations import EMA, RAW, Evaluations
 from trainer.data.dataset import load_chats, load_tokenizer, split_answer
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, StorageError
 from trainer.evaluate import evaluate, walk
 from trainer.export import CONFIG as EXPORT_CONFIG
 from trainer.export import card, export_draft, load_export
@@ -118,7 +119,8 @@ def export_run(
 
     Weights above ``max_shard_bytes`` are split.
 
-    Raises: CheckpointError when there is no such checkpoint, or no average in it.
+    Raises: CheckpointError when there is no such checkpoint, or no average in it, StorageError when
+    the export cannot be written.
     """
     _manifest, config = assembly.read_manifest(run_dir)
     cpu = torch.device("cpu")
@@ -126,7 +128,10 @@ def export_run(
     draft, source = checkpoint_draft(run_dir, config, target, choice)
     path = run_dir / "export"
     text = card.describe(run_dir, draft.config, source)
-    export_draft(draft, path, config.target, card=text, max_shard_bytes=max_shard_bytes)
+    try:
+        export_draft(draft, path, config.target, card=text, max_shard_bytes=max_shard_bytes)
+    except (OSError, SafetensorError) as error:  # a full disk, a place that may not be written
+        raise StorageError(f"{path} cannot be written ({error}); make room there") from error
     _print(f"exported {source} to {path}")
     return path
 
@@ -168,7 +173,10 @@ def _chosen(run_dir: Path, choice: Choice) -> tuple[Path, str]:
     for one in skipped:
         _print(f"warning: checkpoint {one.path.name} skipped: {one.reason}")
     if newest is None:
-        raise CheckpointError(f"{run_dir} has no complete checkpoint yet")
+        raise CheckpointError(
+            f"{run_dir} has no complete checkpoint yet: wait for one, or stop the run, which makes"
+            " one"
+        )
     return newest, EMA if choice.ema else RAW
 
 

@@ -186,7 +186,7 @@ def launch(  # noqa: PLR0913 - the options of a verb are its parameters
             raise UsageError(
                 "--resume takes the run's own settings: no --tag, --train, --set, --skip-check or"
                 " --require-warm",
-                hint=f"dflashctl launch --resume {resume}",
+                hint=f"dflashctl launch --resume {resume}; other settings are another run: --tag",
             )
         result = _resume(options, resume, (look, wait_s))
     else:

@@ -85,7 +85,7 @@ def status(ctx: typer.Context, tag: MaybeTag = None) -> int:
     """
     from dflashctl.operations.status import status as ask
     from dflashctl.render.document import print_document
-    from dflashctl.render.runs import NO_RUNS, status_lines, status_table
+    from dflashctl.render.runs import NO_ANSWER, NO_RUNS, status_lines, status_table
 
     options = current(ctx)
     places = options.places() if tag is None else [_locate(options, tag)]
@@ -96,7 +96,8 @@ def status(ctx: typer.Context, tag: MaybeTag = None) -> int:
     elif tag is not None:
         show_text("\n".join(status_lines(run) for run in found.runs))
     else:
-        show_text(status_table(found.runs) if found.runs else NO_RUNS)
+        none = NO_ANSWER if found.failures else NO_RUNS
+        show_text(status_table(found.runs) if found.runs else none)
     return _failure_exit(found.failures, len(places), quiet=options.json) or int(failed)
 
 
@@ -108,7 +109,7 @@ def list_runs(
     """List the runs known here or in the containers, oldest first."""
     from dflashctl.operations.runs import list_runs as merge
     from dflashctl.render.document import print_document
-    from dflashctl.render.runs import NO_RUNS, runs_table
+    from dflashctl.render.runs import NO_ANSWER, NO_RUNS, runs_table
 
     options = current(ctx)
     places = [] if local else options.places()
@@ -116,7 +117,8 @@ def list_runs(
     if options.json:
         print_document(found, ok=not found.failures)
     else:
-        show_text(runs_table(found.runs) if found.runs else NO_RUNS)
+        none = NO_ANSWER if found.failures else NO_RUNS
+        show_text(runs_table(found.runs) if found.runs else none)
     return _failure_exit(found.failures, len(places), quiet=options.json)
 
 

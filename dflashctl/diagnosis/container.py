@@ -196,7 +196,7 @@ def _workspace(checks: Checks, facts: Json, container: Container) -> None:
         found = f"{room['free_bytes'] / _GIB:.1f} GiB free for {path}"
         if room["inodes"]:
             found += f", {room['free_inodes']} inodes"
-        fix = "dflashctl runs list; then remove what is no longer needed"
+        fix = f"dflashctl runs gc --keep 1 -l {checks.place}"
         if room["free_bytes"] < _MIB or (room["inodes"] and room["free_inodes"] < 10):
             checks.fail(name, found, fix)
         elif room["free_bytes"] < SMALL_DISK_BYTES or (

@@ -105,7 +105,7 @@ def _keys(checks: Checks, host: Host, settings: SshSettings, agent: list[str]) -
         checks.warn(title, found, fix)
         return
     if not agent and not settings.identity_files:
-        checks.warn(title, "no key file and no agent: only a password could log in", fix)
+        checks.warn(title, "no key file, and none in an agent: only a password could log in", fix)
         return
     for file in settings.identity_files:
         if open_to_others(Path(file)):

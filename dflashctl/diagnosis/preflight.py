@@ -97,8 +97,8 @@ class Preflight:
 
 
 def _no_room(text: str, place: str, code: str) -> RefusedError:
-    hint = "dflashctl runs list; remove what is no longer needed, or set `workspace:` to a disk"
-    return RefusedError(text, hint=f"{hint} with room", place=place, code=code)
+    hint = f"dflashctl runs gc --keep 1 -l {place}   (or set `workspace:` to a disk with room)"
+    return RefusedError(text, hint=hint, place=place, code=code)
 
 
 def _size(num_bytes: int) -> str:

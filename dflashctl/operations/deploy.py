@@ -88,7 +88,7 @@ def _check_room(free_bytes: int, needed_bytes: int, place: str) -> None:
         raise DflashctlError(
             f"not enough room in the workspace: {free_bytes} bytes free,"
             f" the release needs {needed_bytes}",
-            hint="remove old runs or releases there",
+            hint=f"dflashctl runs gc --keep 1 -l {place}",
             place=place,
             code="disk-full",
         )

@@ -45,7 +45,10 @@ def evaluate(
     manifest = remote_manifest(ways.inside, ways.place, request.tag)
     if manifest is None:
         raise UsageError(
-            f"there is no run {request.tag}", hint="dflashctl runs list", place=ways.place.label
+            f"there is no run {request.tag}",
+            hint="dflashctl runs list",
+            place=ways.place.label,
+            code="no-such-run",
         )
     layout = Workspace.at(manifest.workspace).run(request.tag)
     prompts = _prompt_path(ways.inside, layout, request.prompts)

@@ -258,7 +258,11 @@ def _resumable(ways: Ways, tag: str, say: Say) -> Manifest:
     manifest = remote_manifest(ways.inside, ways.place, check_tag(tag))
     if manifest is None:
         raise RefusedError(
-            f"there is no run {tag} to resume", hint="dflashctl runs list", place=label
+            f"there is no run {tag} to resume",
+            hint=f"dflashctl runs list   (where a record runs/{tag} is left here, removing it frees"
+            " the tag)",
+            place=label,
+            code="no-such-run",
         )
     config = TrainConfig.from_dict(manifest.config)
     code = Code(manifest.release, {}, "", manifest.git_commit, manifest.git_dirty)

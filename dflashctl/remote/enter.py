@@ -5,6 +5,7 @@ JSON object {"manifest": text, "environment": {...}} that is put into run_dir fi
 held for as long as the command lives. The command's output and exit status are its own.
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -72,6 +73,10 @@ def become(run_dir: Path, command: list[str]) -> NoReturn:
 if __name__ == "__main__":
     try:
         sys.exit(main(json.loads(sys.argv[1])))
-    except (OSError, ValueError, KeyError, TypeError) as problem:
+    except OSError as problem:
+        room = "; make room: dflashctl runs gc --keep 1" if problem.errno == errno.ENOSPC else ""
+        print(f"cannot enter the run: {problem}{room}", file=sys.stderr)
+        sys.exit(1)
+    except (ValueError, KeyError, TypeError) as problem:
         print(f"cannot enter the run: {problem!r}", file=sys.stderr)
         sys.exit(1)

@@ -128,7 +128,8 @@ def main(arguments: dict[str, Any]) -> dict[str, Any]:
     run_dir = Path(arguments["run_dir"])
     if not run_dir.is_dir():
         text = f"there is no run {arguments['tag']} in the container"
-        return {"error": {"kind": "usage", "message": text, "hint": "dflashctl runs list"}}
+        hint = "dflashctl runs list"
+        return {"error": {"kind": "usage", "code": "no-such-run", "message": text, "hint": hint}}
     process, ended = settled(run_dir)
     if process is None and ended is None and is_locked(run_dir / "run.lock"):
         return unknown_process(run_dir)

@@ -10,6 +10,13 @@ from dflashctl.render.tables import duration, figure, format_table
 from dflashctl.run_status import PlaceFailure, RunStatus
 
 NO_RUNS = "no run is known\n"
+_NEXT = {  # what to type when a run stands still before its end
+    "stopped": "launch --resume",
+    "killed": "launch --resume",
+    "lost": "launch --resume",
+    "failed": "logs -n 50",
+}
+NO_ANSWER = "no run was seen; not every container answered\n"
 
 
 def outcome(state: str, record: dict[str, Any] | None) -> str:
@@ -99,6 +106,8 @@ def status_lines(run: RunStatus) -> str:
         facts.insert(5, ("ETA", duration(step.get("eta_s"))))
     if run.evaluation and run.evaluation.get("acceptance_length") is not None:
         facts.append(("acceptance", figure(run.evaluation["acceptance_length"], ".3f")))
+    if run.state in _NEXT:
+        facts.append(("next", f"dflashctl {_NEXT[run.state]} {run.tag}"))
     width = max(len(name) for name, _ in facts)
     return "".join(f"{name.ljust(width)}  {value}\n" for name, value in facts)
 

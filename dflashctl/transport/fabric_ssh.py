@@ -27,7 +27,7 @@ from dflashctl.transport.known_hosts import (
     fingerprint,
     host_key_name,
 )
-from dflashctl.transport.ssh_settings import SshSettings, resolve
+from dflashctl.transport.ssh_settings import UNRESOLVED_HINT, SshSettings, resolve
 from dflashctl.transport.trust import (
     changed_key_error,
     login_error,
@@ -332,7 +332,9 @@ def _open_error(
     hint = f"try: {host.ssh_line} true"
     if isinstance(error, (socket.gaierror, UnicodeError)):  # UnicodeError: not even a name
         return UnreachableError(
-            f"the name {settings.hostname} cannot be resolved", place=host.name, hint=hint
+            f"the name {settings.hostname} cannot be resolved",
+            place=host.name,
+            hint=UNRESOLVED_HINT,
         )
     if isinstance(error, TimeoutError):
         words = f"no answer within {host.connect_timeout_s:g} s"

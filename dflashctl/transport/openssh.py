@@ -29,7 +29,7 @@ from dflashctl.transport.base import Finished, Sink, Transport, readable
 from dflashctl.transport.child import Limits, Sinks, run_child
 from dflashctl.transport.greeting import NO_GREETING, open_patiently
 from dflashctl.transport.known_hosts import fingerprint
-from dflashctl.transport.ssh_settings import resolve
+from dflashctl.transport.ssh_settings import UNRESOLVED_HINT, resolve
 from dflashctl.transport.trust import (
     changed_key_error,
     login_error,
@@ -231,6 +231,8 @@ def connection_error(stderr: str, host: Host) -> DflashctlError:
             place=place,
             hint=f"try: {host.ssh_line} -G",
         )
+    if "Could not resolve hostname" in stderr:
+        try_it = UNRESOLVED_HINT
     code = NO_GREETING if "kex_exchange_identification" in stderr else None
     return UnreachableError(last, place=place, hint=try_it, code=code)
 

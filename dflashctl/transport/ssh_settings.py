@@ -17,6 +17,9 @@ from pathlib import Path
 from dflashctl.errors import ConfigurationError, UnreachableError
 from dflashctl.inventory import Host
 
+UNRESOLVED_HINT = (
+    "correct the name in hosts.yaml (address, jump) or ssh_config (HostName); or is a VPN down?"
+)
 _ASK_S = 15.0  # ssh -G may run a `Match exec`
 
 

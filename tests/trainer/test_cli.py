@@ -31,6 +31,11 @@ def test_train_evaluate_and_export_give_their_files(
     assert result["target_dtype"] == "float32"
     assert "lossless: yes (5 of 5 equal" in capsys.readouterr().out
 
+    (run_dir / ".export.partial").touch()  # in the way, as a full disk would be
+    assert main(["export", *where]) == 1
+    (told,) = capsys.readouterr().err.splitlines()
+    assert f"{run_dir / 'export'} cannot be written" in told
+    (run_dir / ".export.partial").unlink()
     assert main(["export", *where]) == 0
     assert main(["evaluate", *where, "--prompts", str(tiny_chats), *options]) == 0
     again = json.loads((run_dir / "evaluation.json").read_text())

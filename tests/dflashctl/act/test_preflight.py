@@ -118,6 +118,11 @@ def test_a_full_workspace_of_a_container_stops_a_launch_and_doctor_shows_it(
     full = laptop.run(*on, "launch", "--tag", "full")
     assert full.returncode == 3, full.stderr
     assert "error[disk-full]: kpro7/200: /workspace/preflight has 0.0 MiB free" in full.stderr
+    assert "hint: dflashctl runs gc --keep 1 -l kpro7/200" in full.stderr
+    pushed = laptop.run(*on, "push", "hosts.yaml", workspace)
+    assert pushed.returncode == 1
+    assert "make room: dflashctl runs gc --keep 1 -l kpro7/200" in pushed.stderr
     seen = laptop.document(*on, "doctor")
     checks = {c["name"]: c for c in seen["checks"] if c["place"] == "kpro7/200"}
     assert (checks["disk"]["status"], checks["clock"]["status"]) == ("FAIL", "ok")
+    assert checks["disk"]["fix"] == "dflashctl runs gc --keep 1 -l kpro7/200"

@@ -251,6 +251,7 @@ def test_status_of_a_killed_run_says_so_and_exits_1_and_of_all_runs_exits_0(
     one, every = laptop.run("status", "fresh7"), laptop.run("status")
     assert (one.returncode, every.returncode) == (1, 0)
     assert "failed: killed by signal 9 (SIGKILL)" in one.stdout
+    assert one.stdout.splitlines()[-1] == "next             dflashctl launch --resume fresh7"
     assert every.stdout.splitlines()[1].split()[:4] == ["here/self", "fresh7", "killed", "120/200"]
 
 
@@ -294,3 +295,12 @@ def test_pull_brings_the_run_beside_hosts_yaml_and_the_list_shows_it(
     assert listed[1].split()[-1] == "pulled"
     again = laptop.run("pull", "fresh7", "--json")
     assert json.loads(again.stdout)["received"] == []
+
+
+def test_silence_of_every_container_is_not_told_as_no_run(laptop: Laptop) -> None:
+    hosts = laptop.root / "hosts.yaml"
+    hosts.write_text(hosts.read_text().replace("backend: local", "address: root@a..b"))
+    done = laptop.run("status")
+    assert done.returncode == 4
+    assert done.stdout == "no run was seen; not every container answered\n"
+    assert "error[unreachable]: here/self: the name a..b cannot be resolved" in done.stderr

@@ -239,8 +239,9 @@ def test_closed_port_is_unreachable(ssh_server: "SshServer", ssh_kind: type) -> 
 def test_unresolvable_name_is_unreachable(
     ssh_server: "SshServer", ssh_kind: type, name: str
 ) -> None:
-    with pytest.raises(UnreachableError, match="resolve"):
+    with pytest.raises(UnreachableError, match="resolve") as caught:
         ssh_kind(ssh_server.host(address=f"root@{name}")).open()
+    assert "correct the name in hosts.yaml" in caught.value.hint
 
 
 def test_server_that_says_nothing_is_unreachable_within_the_timeout(

@@ -199,9 +199,9 @@ def test_run_that_loses_its_last_target_saves_its_last_step_and_resume_ends_the_
             _train(run_dir)
     finally:
         hook.remove()
-    (saved,) = _events(run_dir, "checkpoint")
+    (saved,) = events_of(run_dir, "checkpoint")
     # Six batches were made and two at most waited.
-    assert 3 <= saved["step"] == _events(run_dir, "step")[-1]["step"] < 12
+    assert 3 <= saved["step"] == events_of(run_dir, "step")[-1]["step"] < 12
     assert _train(run_dir, resume=True) is TrainerExit.FINISHED
     first, second = _masters(straight, 12), _masters(run_dir, 12)
     assert all(torch.equal(first[name], second[name]) for name in first)

@@ -1,8 +1,8 @@
 """Becomes one command of the trainer in a run directory: ``python -m trainer ARGV``.
 
 argv[1]: {"run_dir", "argv", "stage": bool, "lock": path or null}. With ``stage`` stdin holds one
-JSON object {"manifest": text, "environment": {...}} that is put into run_dir first. ``lock`` is
-held for as long as the command lives. The command's output and exit status are its own.
+JSON object {"manifest": text, "environment": {...}} that is put into run_dir once ``lock`` is
+held, as it is for as long as the command lives. The command's output and exit status are its own.
 """
 
 import errno
@@ -10,11 +10,13 @@ import fcntl
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any, NoReturn
 
 REFUSED = 75  # EX_TEMPFAIL: the lock is held
 NO_RUN = 66  # EX_NOINPUT: there is no manifest.json
+LOCK_WAIT_S = 3.0  # who only looks, or was given up and ends, lets go in a moment
 
 
 def write_by_rename(path: Path, text: str, mode: int) -> None:
@@ -32,25 +34,30 @@ def hold(path: Path) -> bool:
     """Take a lock that lasts through exec; False when another process holds it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
+    limit = time.monotonic() + LOCK_WAIT_S
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() > limit:
+                return False
+            time.sleep(0.1)
     os.set_inheritable(handle, True)  # noqa: FBT003 - the signature of the standard library
     return True
 
 
 def main(arguments: dict[str, Any]) -> int:
-    """Stage, lock, and become the command; returns only when it cannot."""
+    """Lock, stage, and become the command; returns only when it cannot."""
     run_dir = Path(arguments["run_dir"])
+    if arguments["lock"] and not hold(Path(arguments["lock"])):
+        print(f"another command holds {arguments['lock']}", file=sys.stderr)
+        return REFUSED
     if arguments["stage"]:
         sent = json.loads(sys.stdin.read())
         run_dir.mkdir(parents=True, exist_ok=True)
         write_by_rename(run_dir / "environment.json", json.dumps(sent["environment"]), 0o600)
         write_by_rename(run_dir / "manifest.json", sent["manifest"], 0o644)
-    if arguments["lock"] and not hold(Path(arguments["lock"])):
-        print(f"another command holds {arguments['lock']}", file=sys.stderr)
-        return REFUSED
     if not (run_dir / "manifest.json").exists():
         print(f"there is no run directory {run_dir}", file=sys.stderr)
         return NO_RUN

@@ -77,12 +77,15 @@ def test_a_second_warm_up_into_the_same_cache_is_refused(deployed: Project) -> N
     first = deployed.document("warmup")
     assert first["rc"] == 0, first
     lock = Path(first["cache_dir"]) / "warmup.lock"
+    (staged,) = Path(deployed.workspace).glob("warmup/*/manifest.json")
+    before = staged.read_bytes()
     handle = os.open(lock, os.O_RDWR)
     fcntl.flock(handle, fcntl.LOCK_EX)
-    second = deployed.run("warmup")
+    second = deployed.run("warmup", "--set", "seed=5")
     os.close(handle)
     assert second.returncode == 3
     assert "another warmup is at work with the same cache" in second.stderr
+    assert staged.read_bytes() == before, "the one at work may read it at any time"
     assert deployed.run("warmup").returncode == 0
 
 

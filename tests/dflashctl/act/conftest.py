@@ -22,6 +22,7 @@ import pytest
 
 import dflashctl
 import trainer
+from dflashctl.remote.liveness import is_alive
 
 REPOSITORY = Path(dflashctl.__file__).resolve().parents[1]
 HOSTS = """\
@@ -140,12 +141,18 @@ def names(directory: str | Path) -> list[str]:
     return sorted(path.name for path in Path(directory).iterdir())
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 15.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Wait until the condition holds; fail when it does not in time."""
     limit = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < limit, "did not happen in time"
         time.sleep(0.02)
+
+
+def held_gpu(gpu: int) -> str:
+    """Return a script that has a process hold a GPU of a container of the lab, and waits for it."""
+    start = f"CUDA_VISIBLE_DEVICES={gpu} PVE_LAB_GPU_MIB=8123 setsid -f sleep 600 >/dev/null 2>&1"
+    return f"{start}; until pgrep -fx 'sleep 600' >/dev/null; do sleep 0.05; done"
 
 
 def end_runs(workspace: Path) -> None:
@@ -154,6 +161,7 @@ def end_runs(workspace: Path) -> None:
         record = json.loads(path.read_text())
         if (path.parent / "exit.json").exists():
             continue
-        for pid in (record["runner_pid"], record["trainer_pid"]):
+        for who in ("runner", "trainer"):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(record[f"{who}_pid"], signal.SIGKILL)
+        wait_until(lambda record=record: not is_alive(record, "runner", "trainer"))

@@ -20,7 +20,7 @@ from dflashctl.lab.site import Lab
 from dflashctl.operations.nccl import add_together, obstacle
 from dflashctl.remote.processes import runs_alive
 from dflashctl.transport import connect, connect_host
-from tests.dflashctl.act.conftest import Project
+from tests.dflashctl.act.conftest import Project, held_gpu
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -141,8 +141,7 @@ def test_the_ranks_are_not_started_where_something_else_is_to_be_mended_first() 
 def test_two_idle_gpus_are_locked_for_the_ranks_and_let_go(tmp_path: Path, lab_site: Lab) -> None:
     hosts = tmp_path / "hosts.yaml"
     hosts.write_text(lab_site.hosts_yaml())  # the container's own python has no torch
-    held = "CUDA_VISIBLE_DEVICES=0 PVE_LAB_GPU_MIB=8123 setsid -f sleep 62 >/dev/null 2>&1"
-    lab_site.in_container("kpro6", 200, held)
+    lab_site.in_container("kpro6", 200, held_gpu(0))
     place = load_inventory(hosts).one(["kpro6/200"])
     with closing(connect(place)) as inside, closing(connect_host(place.host)) as node:
         ways = Ways(place, inside, node)

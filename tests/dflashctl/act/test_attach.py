@@ -47,6 +47,11 @@ def test_attach_shows_the_log_and_detaching_leaves_the_run_alone(project: Projec
     # any line of the log: the first ones may have left the screen by now
     code, seen = talk(project, b"\x02d", b"line ")
     assert code == 0, seen
+    piped = project.run("attach", "x")
+    assert (piped.returncode, piped.stderr.splitlines()[0]) == (
+        2,
+        "error[usage]: attach needs a terminal",
+    )
     assert project.document("status", "x")["runs"][0]["state"] == "running"
     assert project.run("stop", "x").returncode == 0
 

@@ -9,27 +9,39 @@ import hashlib
 import json
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 
-def digests(release: Path) -> dict[str, str]:
-    """Return sha256 by relative path; bytecode caches are no part of a release."""
+def digests(release: Path) -> dict[str, str] | None:
+    """Return sha256 by relative path; bytecode caches are no part of a release.
+
+    None when there is none, or a gc has removed it under this look.
+    """
     found = {}
-    for path in sorted(release.rglob("*")):
-        if path.is_file() and "__pycache__" not in path.parts:
-            data = path.read_bytes()
-            found[path.relative_to(release).as_posix()] = hashlib.sha256(data).hexdigest()
-    return found
+    try:
+        for path in sorted(release.rglob("*")):
+            if path.is_file() and "__pycache__" not in path.parts:
+                data = path.read_bytes()
+                found[path.relative_to(release).as_posix()] = hashlib.sha256(data).hexdigest()
+    except FileNotFoundError:
+        return None
+    return found if release.is_dir() else None
 
 
 def newest(releases: Path) -> dict[str, Any] | None:
     """Return digest and files of the release that was unpacked last."""
-    complete = [p for p in releases.glob("[0-9a-f]*") if p.is_dir()] if releases.is_dir() else []
-    if not complete:
+    ages = []
+    for path in releases.glob("[0-9a-f]*"):
+        with suppress(FileNotFoundError):
+            if path.is_dir():
+                ages.append((path.stat().st_mtime, path))
+    if not ages:
         return None
-    latest = max(complete, key=lambda path: path.stat().st_mtime)
-    return {"digest": latest.name, "files": digests(latest)}
+    latest = max(ages)[1]
+    files = digests(latest)
+    return None if files is None else {"digest": latest.name, "files": files}
 
 
 def free_bytes(directory: Path) -> int:
@@ -45,8 +57,8 @@ def main(arguments: dict[str, Any]) -> dict[str, Any]:
     releases = Path(arguments["workspace"]) / "releases"
     release = releases / arguments["digest"]
     state, differing = "absent", []
-    if release.is_dir():
-        there, wanted = digests(release), arguments["files"]
+    there, wanted = digests(release), arguments["files"]
+    if there is not None:
         differing = sorted(p for p in there.keys() | wanted if there.get(p) != wanted.get(p))
         state = "damaged" if differing else "present"
     other = newest(releases) if state != "present" else None

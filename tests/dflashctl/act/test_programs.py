@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from dflashctl import remote
+from dflashctl.remote import releases
 from tests.dflashctl.act.conftest import names, wait_until
 
 
@@ -140,6 +142,31 @@ def test_a_damaged_release_is_named_and_replaced(tmp_path: Path) -> None:
     rc, answer = run("releases", question, b"")
     assert (answer["state"], answer["differing"]) == ("present", [])
     assert names(tmp_path / "releases") == ["ab12"]
+
+
+def test_a_release_that_a_gc_removes_under_the_look_is_absent(tmp_path: Path) -> None:
+    release, trash = tmp_path / "releases/ab12", tmp_path / "releases/.trash-1-ab12"
+    for number in range(20):
+        (release / f"d{number}").mkdir(parents=True)
+        (release / f"d{number}/a").write_bytes(b"1")
+    wanted = {f"d{number}/a": sha(b"1") for number in range(20)}
+    asked = {"workspace": str(tmp_path), "digest": "ab12", "files": wanted}
+    ended = threading.Event()
+
+    def remove_and_bring_back() -> None:
+        while not ended.is_set():
+            release.rename(trash)
+            trash.rename(release)
+
+    thread = threading.Thread(target=remove_and_bring_back)
+    thread.start()
+    try:
+        states = {releases.main(asked)["state"] for _ in range(200)}
+    finally:
+        ended.set()
+        thread.join()
+    assert states <= {"present", "absent", "damaged"}
+    assert releases.main(asked)["state"] == "present"
 
 
 def entries(**files: bytes) -> list[list[Any]]:

@@ -4,6 +4,7 @@ Run it on hosts.yaml of a lab or a real site, from the directory that holds it:
     python -m benchmarks.exec_throughput HOST/VMID
 """
 
+import argparse
 import hashlib
 import os
 import sys
@@ -55,4 +56,8 @@ def main(limit: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("place", metavar="HOST/VMID")
+    main(parser.parse_args().place)

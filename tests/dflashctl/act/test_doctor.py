@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from dflashctl.diagnosis.container import Interval, judge_container
 from dflashctl.diagnosis.node import judge_node
 from dflashctl.inventory import Container, Host
 from dflashctl.operations.doctor import asks_first
-from tests.dflashctl.act.conftest import Project
+from tests.dflashctl.act.conftest import Project, wait_until
 
 BOX = Container("pve1", 101, target=("0",), drafter=("1",))
 NODE = Host("pve1", "root@pve1", containers=(BOX,))
@@ -272,23 +271,24 @@ def test_a_broken_python_makes_the_verb_end_with_1_and_name_the_fix(project: Pro
     assert "fix: dflashctl deploy --env -l here/self" in done.stdout
 
 
+def answers(argv: list[str], environment: dict[str, str]) -> bool:
+    done = subprocess.run(argv, env=os.environ | environment, capture_output=True, check=False)
+    return done.returncode == 0
+
+
 @pytest.fixture
 def agent(tmp_path: Path) -> Iterator[dict[str, str]]:
     """A real ssh-agent with seven keys; its environment."""
     socket = f"/tmp/agent-{os.getpid()}.sock"  # short, unlike tmp_path
     with subprocess.Popen(["ssh-agent", "-D", "-a", socket], stdout=subprocess.DEVNULL) as process:
         try:
-            limit = time.monotonic() + 10
-            while not Path(socket).exists():
-                assert time.monotonic() < limit, "the agent did not start"
-                time.sleep(0.02)
             environment = {"SSH_AUTH_SOCK": socket}
             for number in range(7):
                 key = tmp_path / f"key{number}"
                 argv = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)]
-                subprocess.run(argv, check=True, timeout=10)
+                subprocess.run(argv, check=True)
                 add = ["ssh-add", "-q", str(key)]
-                subprocess.run(add, check=True, env=os.environ | environment, timeout=10)
+                wait_until(lambda add=add: answers(add, environment))  # its socket may be early
             yield environment
         finally:
             process.terminate()
@@ -329,8 +329,6 @@ def test_a_key_that_others_can_read_is_closed_by_fix(project: Project, tmp_path:
 
 def test_a_bad_inventory_is_refused_before_anything_is_asked(project: Project) -> None:  # F69
     (project.root / "hosts.yaml").write_text("hosts: [a, b]  # comment\n")
-    begun = time.monotonic()
     done = project.run("doctor")
     assert (done.returncode, done.stdout) == (2, "")
     assert "hosts.yaml:1" in done.stderr
-    assert time.monotonic() - begun < 20

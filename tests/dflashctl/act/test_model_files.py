@@ -38,7 +38,7 @@ def facts(workspace: Path, target: str, **extra: Any) -> dict[str, Any]:
         "env": {},
     } | extra
     argv = [sys.executable, "-I", "-S", "-c", remote.program("facts"), json.dumps(arguments)]
-    done = subprocess.run(argv, capture_output=True, check=True, timeout=20)
+    done = subprocess.run(argv, capture_output=True, check=True, timeout=100)
     return dict(json.loads(done.stdout))
 
 

@@ -24,7 +24,8 @@ from dflashctl.lab.state import SiteState, record_pids
 
 _TICK_S = 0.2
 _END_S = 1.0
-_CLEAR_S = 10.0
+_CLEAR_S = 30.0
+_FORK_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Supervisor:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pids = {"supervisor": os.getpid()}
         self._owner = None if orders.owner is None else os.pidfd_open(orders.owner)
+        self._told_to_end = False
         for fd in (orders.ready, orders.claim, *orders.listeners.values()):
             os.set_inheritable(fd, False)  # noqa: FBT003  it takes no keyword
 
@@ -68,9 +70,18 @@ class Supervisor:
     def watch(self) -> None:
         """Return when a host, the owner or the state directory is gone."""
         while (self._site.state / "lab.json").exists() and not self.is_abandoned():
-            time.sleep(_TICK_S)
+            self._pause(_TICK_S)
             if any(p.poll() is not None for p in self._processes):
                 return
+
+    def tell_to_end(self) -> None:
+        """Ask for the end at the next pause; an exception here could break off poll() in a lock."""
+        self._told_to_end = True
+
+    def _pause(self, seconds: float) -> None:
+        time.sleep(seconds)
+        if self._told_to_end:
+            sys.exit(0)
 
     def is_abandoned(self) -> bool:
         """Whether the process that this site must not outlive has ended."""
@@ -101,12 +112,11 @@ class Supervisor:
         )
         self._processes.append(process)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        for _ in range(500):
-            if process.poll() is not None:
-                break
+        end = time.monotonic() + _FORK_S
+        while process.poll() is None and time.monotonic() < end:
             if found := children.read_text(encoding="ascii").split():
                 return int(found[0])
-            time.sleep(0.01)
+            self._pause(0.01)
         raise LabError(f"unshare {' '.join(namespaces)} started no process")
 
     def _start_lan(self) -> None:
@@ -135,7 +145,7 @@ class Supervisor:
             if any(p.poll() is not None for p in self._processes):
                 raise LabError("a host ended while it started")
             waiting = [path for path in waiting if not path.exists()]
-            time.sleep(0.01)
+            self._pause(0.01)
 
 
 def set_link(site: SiteState, host: str, *, up: bool) -> None:
@@ -155,7 +165,7 @@ def main() -> int:
     """Entry point of the detached process."""
     site = SiteState(Path(sys.argv[1]))
     supervisor = Supervisor(site, Orders(**json.loads(sys.argv[2])))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGTERM, lambda *_: supervisor.tell_to_end())
     try:
         supervisor.start()
         supervisor.watch()

@@ -22,7 +22,7 @@ def talk(project: Project, keys: bytes, wait_for: bytes) -> tuple[int, bytes]:
         os.chdir(project.root)
         os.environ.update(PYTHONPATH=f"{project.code}:{REPOSITORY}", TERM="xterm")
         os.execv(sys.executable, [sys.executable, "-m", "dflashctl", "attach", "x"])  # noqa: S606
-    seen, pressed, limit = b"", False, time.monotonic() + 25
+    seen, pressed, limit = b"", False, time.monotonic() + 100
     while time.monotonic() < limit:
         if not select.select([terminal], [], [], 0.2)[0]:
             continue
@@ -60,6 +60,7 @@ def test_attach_to_a_run_that_ended_says_where_to_look(project: Project) -> None
     assert project.run("deploy").returncode == 0
     done = project.run("launch", "--tag", "x", "--set", "optim.max_steps=2")
     assert done.returncode == 0
+    assert project.run("stop", "x").returncode == 0  # its tmux is gone then, too
     code, seen = talk(project, b"", b"never shown")
     assert code == 1
     assert re.search(rb"error\[no-session\].*no tmux session x", seen)

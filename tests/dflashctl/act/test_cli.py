@@ -195,7 +195,7 @@ def test_ctrl_c_exits_130(project: Project) -> None:
     assert process.stdout is not None
     assert process.stdout.readline().startswith("HOST")
     process.send_signal(2)
-    _out, err = process.communicate(timeout=20)
+    _out, err = process.communicate(timeout=100)
     assert process.returncode == 130
     assert "Traceback" not in err
 

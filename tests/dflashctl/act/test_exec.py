@@ -34,7 +34,7 @@ class Shell:
 
     def run(self, *command: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
         with self.popen(*command, stdin=subprocess.PIPE) as process:
-            out, err = process.communicate(stdin, timeout=25)
+            out, err = process.communicate(stdin, timeout=100)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
@@ -79,13 +79,13 @@ def test_standard_input_goes_along_unless_it_is_left_alone(here: Shell) -> None:
         (here.root / "data").open("rb") as stream,
         here.popen("--", "wc", "-c", stdin=stream) as process,
     ):
-        assert process.communicate(timeout=25)[0].strip() == str(len(data)).encode()
+        assert process.communicate(timeout=100)[0].strip() == str(len(data)).encode()
 
 
 def test_a_writer_that_never_writes_holds_nothing_up(here: Shell) -> None:
     read_end, write_end = os.pipe()
     with here.popen("--", "echo", "done", stdin=read_end) as process:
-        assert process.communicate(timeout=25)[0] == b"done\n"
+        assert process.communicate(timeout=100)[0] == b"done\n"
     os.close(read_end)
     os.close(write_end)
 
@@ -98,7 +98,7 @@ def test_what_is_written_late_still_arrives(here: Shell) -> None:
         process.stdin.write(b"late\n")
         process.stdin.flush()
         assert process.stdout.readline() == b"late\n"
-        assert process.communicate(timeout=25)[0] == b""
+        assert process.communicate(timeout=100)[0] == b""
 
 
 def test_reader_that_leaves_ends_it_quietly(here: Shell) -> None:
@@ -106,7 +106,7 @@ def test_reader_that_leaves_ends_it_quietly(here: Shell) -> None:
         assert process.stdout is not None
         assert process.stdout.read(4) == b"y\ny\n"
         process.stdout.close()
-        assert process.wait(25) == 0
+        assert process.wait(100) == 0
         assert process.stderr is not None
         assert process.stderr.read() == b""
 

@@ -64,7 +64,7 @@ class Handmade:
     def ask(self, action: str, keep: int | None, stdin: str = "") -> dict[str, Any]:
         argv = self.arguments(action, keep)
         done = subprocess.run(
-            argv, input=stdin, capture_output=True, text=True, check=False, timeout=20
+            argv, input=stdin, capture_output=True, text=True, check=False, timeout=100
         )
         assert done.stderr == ""
         answer: dict[str, Any] = json.loads(done.stdout)

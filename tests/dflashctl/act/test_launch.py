@@ -90,7 +90,7 @@ def test_stop_gets_a_checkpoint_and_resume_goes_on_from_it(deployed: Project) ->
 def test_a_trainer_that_ignores_signals_is_killed_and_stop_says_so(deployed: Project) -> None:
     assert deployed.run("launch", "--tag", "x", "--set", "seed=13").returncode == 0
     process = deployed.popen("stop", "x", "--grace", "1", "--json")
-    out, err = process.communicate(timeout=25)
+    out, err = process.communicate(timeout=100)
     document = json.loads(out)
     assert (process.returncode, document["signal"], document["gone"]) == (1, "SIGKILL", True)
     assert "SIGINT sent" in err

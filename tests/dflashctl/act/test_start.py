@@ -71,7 +71,7 @@ def start(
         capture_output=True,
         text=True,
         check=False,
-        timeout=30,
+        timeout=100,
         env={"PATH": path},
     )
     assert done.stderr == ""

@@ -24,7 +24,7 @@ def shell(project: Project, line: str) -> subprocess.CompletedProcess[str]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=25,
+        timeout=100,
         check=False,
     )
 
@@ -73,7 +73,7 @@ def test_ctrl_c_of_stop_says_that_the_run_was_signalled(project: Project) -> Non
         assert process.stderr is not None
         assert process.stderr.readline().startswith("SIGINT sent to pid")
         process.send_signal(signal.SIGINT)
-        _, told = process.communicate(timeout=15)
+        _, told = process.communicate(timeout=100)
     assert process.returncode == 130
     assert told.startswith("interrupted; a run that was signalled")
     assert project.document("status", "x")["runs"][0]["state"] == "running"

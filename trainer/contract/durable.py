@@ -23,6 +23,17 @@ def write_by_rename(path: Path, data: bytes) -> None:
     sync(path.parent)
 
 
+def is_named(descriptor: int, path: Path) -> bool:
+    """Say whether an open file is still the one at ``path``.
+
+    Who locks a file that its holder removes at its end may get the lock of a file without a name.
+    """
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
 def sync(path: Path) -> None:
     """Make a file's bytes, or the names in a directory, survive a crash of the machine."""
     descriptor = os.open(path, os.O_RDONLY)

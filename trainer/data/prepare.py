@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.contract.durable import sync, write_by_rename
+from trainer.contract.durable import is_named, sync, write_by_rename
 from trainer.data.chat import ChatEncoder
 from trainer.data.dataset import load_tokenizer
 from trainer.data.prepare_options import PrepareOptions
@@ -69,7 +69,6 @@ def prepare(options: PrepareOptions) -> dict[str, Any]:
     output = options.output
     try:
         _refuse_foreign(output)
-        (output / WORK).mkdir(parents=True, exist_ok=True)
         with _locked(output):
             return _prepare(options)
     except OSError as error:
@@ -120,12 +119,17 @@ def _prepare(options: PrepareOptions) -> dict[str, Any]:
 @contextmanager
 def _locked(output: Path) -> Iterator[None]:
     """Hold the directory against a second prepare. Raises: DataError when one is at work."""
-    with (output / WORK / "lock").open("wb") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise DataError(f"--output {output}: another trainer prepare is at work") from error
-        yield
+    path, is_ours = output / WORK / "lock", False
+    while not is_ours:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise DataError(f"--output {output}: another trainer prepare is at work") from error
+            is_ours = is_named(lock.fileno(), path)  # who held it removes it at its end
+            if is_ours:
+                yield
 
 
 def _refuse_foreign(output: Path) -> None:
@@ -252,7 +256,7 @@ def _finish(
     digest = content_digest(content)
     document = {"v": VERSION, "sha256": digest, "content": content, "made": made}
     write_by_rename(output / DATASET, (json.dumps(document, indent=1) + "\n").encode())
-    shutil.rmtree(output / WORK)
+    shutil.rmtree(output / WORK, ignore_errors=True)  # one that begins now may put its lock there
     return read_document(output)
 
 

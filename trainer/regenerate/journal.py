@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trainer.contract.durable import sync
+from trainer.contract.durable import is_named, sync
 from trainer.errors import DataError
 from trainer.regenerate.conversation import encode
 
@@ -33,12 +33,7 @@ class Journal:
 
     def __init__(self, path: Path, num_lines: int) -> None:
         self.path = path
-        self._end = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(self._end, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._end)
-            raise DataError(f"{path}: another regenerate is at work on the same output") from None
+        self._end = _open_alone(path)
         self._offsets = array("q", [-1]) * (num_lines + 1)
         self._kinds = bytearray(num_lines + 1)
         self._unsynced = False
@@ -136,3 +131,17 @@ class Journal:
     def _note(self, number: int, kind: bytes, offset: int) -> None:
         self._offsets[number] = offset
         self._kinds[number] = kind[0]
+
+
+def _open_alone(path: Path) -> int:
+    """Open the file and hold it against other processes."""
+    while True:
+        end = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(end, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(end)
+            raise DataError(f"{path}: another regenerate is at work on the same output") from None
+        if is_named(end, path):
+            return end
+        os.close(end)  # who held it has finished, and removed it

@@ -84,16 +84,12 @@ def _regenerate(options: Options, files: Files, facts: InputFacts) -> None:
         "sampling": options.sampling.to_dict(),
         "input_sha256": facts.sha256,
     }
-    meta = _read_meta(files)
-    if meta is not None and meta["state"] == "finished" and options.output.is_file():
-        _require_same(meta["settings"], settings, files)
-        files.journal.unlink(missing_ok=True)  # a kill may have come before this
-        say(f"{options.output} is complete: {_told(meta['counts'])}; nothing was asked")
+    if _is_complete(options, files, settings):
         return
-    if meta is None and options.output.exists():
-        raise DataError(f"{options.output} is there and no output of regenerate; name another one")
     journal = Journal(files.journal, facts.num_lines)
     try:
+        if _is_complete(options, files, settings):  # another process came to its end meanwhile
+            return
         if journal.has_answers and journal.settings is not None:
             _require_same(journal.settings, settings, files)
         else:
@@ -101,6 +97,8 @@ def _regenerate(options: Options, files: Files, facts: InputFacts) -> None:
         run = _Run(options, files, facts, journal)
         asyncio.run(run.ask_all())
         counts = run.write_output()
+        if not counts["given_up"]:
+            files.journal.unlink()  # while it is held: nobody else has begun to fill it
     finally:
         journal.close()
     if counts["given_up"]:
@@ -110,7 +108,19 @@ def _regenerate(options: Options, files: Files, facts: InputFacts) -> None:
             f" {options.retries + 1} tries each ({files.rejected} names them){held}. The same"
             " command asks them again"
         )
-    files.journal.unlink()
+
+
+def _is_complete(options: Options, files: Files, settings: dict[str, Any]) -> bool:
+    """Say whether there is nothing left to do. Raises: DataError for a file of somebody else."""
+    meta = _read_meta(files)
+    if meta is None and options.output.exists():
+        raise DataError(f"{options.output} is there and no output of regenerate; name another one")
+    if meta is None or meta["state"] != "finished" or not options.output.is_file():
+        return False
+    _require_same(meta["settings"], settings, files)
+    files.journal.unlink(missing_ok=True)  # a kill may have come before this
+    say(f"{options.output} is complete: {_told(meta['counts'])}; nothing was asked")
+    return True
 
 
 class _Run:

@@ -244,3 +244,23 @@ def test_output_that_cannot_be_written_is_told_with_what_to_do(chats: Path, opti
     options().output.write_text("a file")
     with pytest.raises(DataError, match=r"Not a directory; .*: mend this, then run the same"):
         prepare(options(chats))
+
+
+def test_data_set_that_another_process_ends_meanwhile_is_found_finished(
+    chats: Path, options: Options, monkeypatch: pytest.MonkeyPatch
+):
+    asked, flock = options(chats), fcntl.flock
+    told: list[Any] = []
+    made: list[dict[str, Any]] = []
+
+    def after_another_has_ended(lock: Any, operation: int) -> None:
+        told.append(lock)
+        if len(told) == 1:  # opened, not locked yet
+            made.append(prepare(asked))
+        flock(lock, operation)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", after_another_has_ended)
+        found = prepare(asked)
+    assert [found] == made
+    assert not (asked.output / ".work").exists()

@@ -1,5 +1,6 @@
 """Busy, failing and vanishing servers, and kills of `trainer regenerate` itself."""
 
+import fcntl
 import json
 import os
 import resource
@@ -310,6 +311,25 @@ def test_full_disk_is_told_and_what_was_cut_is_asked_again(
     regenerate(options)
     assert len(chat_server.asked) == 40 - len(answered)
     assert [r["id"] for r in read_lines(options.output)] == [f"q{n}" for n in range(40)]
+
+
+def test_output_that_another_process_ends_meanwhile_is_found_complete(
+    chat_server: ChatServer, make_options: MakeOptions, monkeypatch: pytest.MonkeyPatch
+):
+    options, flock, told = make_options(questions(3)), fcntl.flock, []
+
+    def after_another_has_ended(descriptor: int, operation: int) -> None:
+        told.append(descriptor)
+        if len(told) == 1:  # opened, not locked yet
+            regenerate(options)
+        flock(descriptor, operation)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", after_another_has_ended)
+        regenerate(options)
+    assert len(chat_server.asked) == 3
+    assert len(read_lines(options.output)) == 3
+    assert not Files(options.output).journal.exists()
 
 
 def test_second_process_on_the_same_output_is_refused(make_options: MakeOptions):

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trainer.contract.errors import ContractError
+from trainer.contract.events import finished_at
 from trainer.contract.exit_record import TrainerExit
 from trainer.data import prepare_options
 from trainer.errors import (
@@ -63,6 +64,13 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace) -> int:
+    done = finished_at(args.run_dir / "metrics.jsonl") if args.resume else None
+    if done is not None:
+        sys.stdout.write(
+            f"the run has finished, at step {done}; nothing is left to do\n"
+            f"next: python -m trainer evaluate --run-dir {args.run_dir} --prompts FILE\n"
+        )
+        return int(TrainerExit.FINISHED)
     from trainer.session import Session  # noqa: PLC0415
 
     return int(Session(args.run_dir, resume=args.resume).train())

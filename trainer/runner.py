@@ -134,6 +134,12 @@ class _Run:
             return
         if not self._resume:
             raise RunnerError(f"{path.name} exists: the run has ended; resume it with --resume")
+        ended = _or_none(lambda: ExitRecord.from_json(path.read_text(encoding="utf-8")))
+        if ended is not None and ended.state == "finished":
+            raise RunnerError(
+                f"it has finished, at step {ended.last_step}; pull or evaluate it, or launch a new"
+                " run for more steps"
+            )
         number = 1
         while (kept := path.with_name(f"exit_{number}.json")).exists():
             number += 1

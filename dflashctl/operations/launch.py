@@ -271,6 +271,7 @@ def _resumable(ways: Ways, tag: str, say: Say) -> Manifest:
         raise RefusedError(
             f"the run {tag} is running", hint=f"dflashctl watch {tag}", place=label, code="running"
         )
+    _require_unfinished(tag, facts, label)
     raise_problems(facts, label, ignore=("tag-exists", "packages", "python"))
     _require_unchanged(manifest, facts, label)
     _look_at_room(ways, config, facts, say, num_checkpoints=1)
@@ -435,6 +436,18 @@ def _require_same(intent: Manifest, request: LaunchRequest) -> None:
             " configuration or release",
             hint=f"dflashctl status {intent.tag}; then another --tag, or --resume",
             code="tag-exists",
+        )
+
+
+def _require_unfinished(tag: str, facts: dict[str, Any], place: str) -> None:
+    ended = facts.get("run", {}).get("exit", {})
+    if ended.get("state") == "finished":
+        raise RefusedError(
+            f"the run {tag} has finished, at step {ended.get('last_step')}; nothing is left to do",
+            hint=f"dflashctl pull {tag}   (or evaluate it; more steps need a new run:"
+            " launch --tag with another optim.max_steps or optim.epochs)",
+            place=place,
+            code="finished",
         )
 
 

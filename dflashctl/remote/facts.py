@@ -382,7 +382,16 @@ def run_state(directory: Path) -> dict[str, Any]:
         state = "lost"
     if is_locked(directory / "run.lock"):
         state = "running"
-    return {"state": state, "run_id": manifest.get("run_id"), "manifest": manifest}
+    facts = {"state": state, "run_id": manifest.get("run_id"), "manifest": manifest}
+    return facts | {"exit": how_it_ended(directory) if state == "ended" else {}}
+
+
+def how_it_ended(directory: Path) -> dict[str, Any]:
+    """Return the record of a run's end; empty when it cannot be read."""
+    try:
+        return dict(json.loads((directory / "exit.json").read_text()))
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 def main(arguments: dict[str, Any]) -> dict[str, Any]:

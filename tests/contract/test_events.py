@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trainer.contract.errors import EventError
-from trainer.contract.events import EventDecoder, EventWriter, encode
+from trainer.contract.events import EventDecoder, EventWriter, encode, finished_at
 
 LINE = b'{"v":1,"seq":%d,"t_unix_s":1.0,"run_id":"r","kind":"warning","text":"x"}\n'
 
@@ -108,3 +108,20 @@ def test_newer_version_is_refused_but_a_writer_reads_over_it(version: bytes) -> 
     with pytest.raises(EventError, match="this reader knows 1: update dflashctl"):
         list(EventDecoder().feed(line))
     assert list(EventDecoder(lenient=True).feed(line)) == []
+
+
+def test_run_has_finished_where_that_is_its_last_word(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert finished_at(path) is None
+    found = []
+    writer = EventWriter(path, "run-1")
+    for kind, facts in (
+        ("step", {"step": 7}),
+        ("finished", {"state": "stopped", "step": 7}),
+        ("finished", {"state": "finished", "step": 9}),
+        ("phase", {"phase": "data"}),  # started again, to export anew
+    ):
+        writer.write(kind, **facts)
+        found.append(finished_at(path))
+    writer.close()
+    assert found == [None, None, 9, None]

@@ -31,6 +31,10 @@ def test_train_evaluate_and_export_give_their_files(
     assert result["target_dtype"] == "float32"
     assert "lossless: yes (5 of 5 equal" in capsys.readouterr().out
 
+    assert main(["train", *where, "--resume"]) == 0
+    assert "the run has finished, at step 120; nothing is left to do" in capsys.readouterr().out
+    assert not (run_dir / "export").exists()
+
     (run_dir / ".export.partial").touch()  # in the way, as a full disk would be
     assert main(["export", *where]) == 1
     (told,) = capsys.readouterr().err.splitlines()

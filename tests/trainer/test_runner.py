@@ -178,6 +178,8 @@ def test_last_step_is_that_of_the_checkpoint_where_no_step_event_tells_it(
     resumed.send_signal(signal.SIGTERM)
     resumed.communicate(timeout=_PATIENCE_S)
     assert _exit(run_dir).last_checkpoint == f"step_{_exit(run_dir).last_step:08d}"
+    assert json.loads((run_dir / "exit_1.json").read_text())["state"] == "stopped"
+    assert (run_dir / "train_stdout_tiny.log").read_text().count("--- resumed at ") == 1
 
 
 def test_hangup_does_not_end_the_run(
@@ -227,7 +229,7 @@ def test_failed_run_tells_the_error_line_of_the_log(
     assert b"Traceback" not in (run_dir / "train_stdout_tiny.log").read_bytes()
 
 
-def test_resume_keeps_the_old_exit_record_and_separates_the_log(
+def test_run_that_has_finished_is_started_no_more_and_keeps_its_exit_record(
     make_run: MakeRun, start: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
     run_dir = make_run()
@@ -236,14 +238,14 @@ def test_resume_keeps_the_old_exit_record_and_separates_the_log(
     _, stderr = again.communicate(timeout=_PATIENCE_S)
     assert again.returncode == 2
     assert b"resume it with --resume" in stderr
+    before, log = _exit(run_dir), (run_dir / "train_stdout_tiny.log").read_bytes()
     resumed = start(run_dir, "--resume")
-    resumed.communicate(timeout=_PATIENCE_S)
-    assert resumed.returncode == 0
-    assert json.loads((run_dir / "exit_1.json").read_text())["state"] == "finished"
-    assert _exit(run_dir).state == "finished"
-    log = (run_dir / "train_stdout_tiny.log").read_text()
-    assert log.count("--- resumed at ") == 1
-    assert log.count("step 12/12") == 1  # nothing was left to train
+    _, stderr = resumed.communicate(timeout=_PATIENCE_S)
+    assert resumed.returncode == 2
+    assert b"it has finished, at step 12; pull or evaluate it" in stderr
+    assert _exit(run_dir) == before
+    assert not (run_dir / "exit_1.json").exists()
+    assert (run_dir / "train_stdout_tiny.log").read_bytes() == log
 
 
 def test_environment_file_reaches_the_trainer_and_must_be_text(

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,16 @@ STEP_KEYS = (
     "eta_s",
 )
 Event = dict[str, Any]
+
+
+def finished_at(path: Path) -> int | None:
+    """Return the step at which a run finished, where that is the last that metrics.jsonl tells."""
+    last: Event = {}
+    if path.exists():
+        told = deque(EventDecoder(lenient=True).feed(path.read_bytes()), maxlen=1)
+        last = told.pop() if told else {}
+    step = last.get("step") if last.get("state") == "finished" else None
+    return step if isinstance(step, int) else None
 
 
 def _finite(value: Any, bad: list[int]) -> Any:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from dflashctl.remote.liveness import is_locked
 from tests.dflashctl.act.conftest import Project, names, wait_until
 
 
@@ -85,6 +86,21 @@ def test_stop_gets_a_checkpoint_and_resume_goes_on_from_it(deployed: Project) ->
     assert "error[running]" in refused.stderr
     assert deployed.run("stop", "x").returncode == 0
     assert (deployed.run_dir("x") / "exit_1.json").exists()
+
+
+def test_resume_of_a_finished_run_says_so_and_changes_nothing(deployed: Project) -> None:
+    deployed.run("launch", "--tag", "x", "--set", "optim.max_steps=3")
+    run_dir = deployed.run_dir("x")
+    wait_until((run_dir / "exit.json").exists)
+    wait_until(lambda: not is_locked(run_dir / "run.lock"))
+    before = {path.name: path.read_bytes() for path in run_dir.iterdir() if path.is_file()}
+    refused = deployed.run("launch", "--resume", "x")
+    assert refused.returncode == 3
+    assert "error[finished]: here/self: the run x has finished, at step 3;" in refused.stderr
+    assert "hint: dflashctl pull x " in refused.stderr
+    assert "starting" not in refused.stderr
+    after = {path.name: path.read_bytes() for path in run_dir.iterdir() if path.is_file()}
+    assert after == before
 
 
 def test_a_trainer_that_ignores_signals_is_killed_and_stop_says_so(deployed: Project) -> None:

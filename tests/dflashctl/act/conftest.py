@@ -136,6 +136,13 @@ def project(tmp_path: Path, stand_in: Path) -> Iterator[Project]:
         shutil.rmtree(workspace)
 
 
+@pytest.fixture
+def deployed(project: Project) -> Project:
+    """The same, with a release in its workspace."""
+    assert project.run("deploy").returncode == 0
+    return project
+
+
 def names(directory: str | Path) -> list[str]:
     """Return the names in a directory, sorted."""
     return sorted(path.name for path in Path(directory).iterdir())

@@ -3,15 +3,7 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from tests.dflashctl.act.conftest import Project, names
-
-
-@pytest.fixture
-def deployed(project: Project) -> Project:
-    assert project.run("deploy").returncode == 0
-    return project
 
 
 def calls(project: Project) -> list[str]:

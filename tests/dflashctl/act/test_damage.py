@@ -12,12 +12,6 @@ from tests.dflashctl.act.conftest import Project, wait_until
 GARBAGE = (b"\xff\xfe\x00garbage", b"{}\n")
 
 
-@pytest.fixture
-def deployed(project: Project) -> Project:
-    assert project.run("deploy").returncode == 0
-    return project
-
-
 def launched(project: Project, tag: str = "x") -> None:
     done = project.run("launch", "--tag", tag)
     assert done.returncode == 0, done.stderr

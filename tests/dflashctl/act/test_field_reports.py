@@ -7,15 +7,7 @@ import re
 import tomllib
 from pathlib import Path
 
-import pytest
-
 from tests.dflashctl.act.conftest import REPOSITORY, Project, wait_until
-
-
-@pytest.fixture
-def deployed(project: Project) -> Project:
-    assert project.run("deploy").returncode == 0
-    return project
 
 
 def trainer_pid(project: Project, tag: str) -> int:

@@ -23,12 +23,6 @@ def steps(project: Project, tag: str) -> list[int]:
     return [event["step"] for event in map(json.loads, lines) if event["kind"] == "step"]
 
 
-@pytest.fixture
-def deployed(project: Project) -> Project:
-    assert project.run("deploy").returncode == 0
-    return project
-
-
 def test_launch_pins_everything_and_proves_the_run_alive(deployed: Project) -> None:
     document = deployed.document("launch", "--tag", "fresh7", "--set", "seed=5")
     assert document["rc"] == 0, document

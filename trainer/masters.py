@@ -157,9 +157,6 @@ class SplitMasters(Masters):
         largest = [torch.linalg.vector_norm(p.data, ord=math.inf) for p in self._params]
         return bool(torch.stack(largest).isfinite().all())
 
-    def write_back(self) -> None:
-        """Do nothing: who writes these masters writes the weights."""
-
     def _set(self, place: int, values: Tensor) -> None:
         weight, rest = halves(values.to(self.flat.device, torch.float32))
         self._params[place].data.copy_(weight)

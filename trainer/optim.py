@@ -252,7 +252,8 @@ class DraftOptimizer:
         self.flat_grad *= scale
         for optimizer in self._optimizers:
             optimizer.step()
-        self._masters.write_back()
+        if isinstance(self._masters, WholeMasters):  # split ones are written by the kernels alone
+            self._masters.write_back()
         if self._average is not None:
             self._average.follow(self._masters.flat, step)
 

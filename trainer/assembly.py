@@ -370,8 +370,20 @@ def warm_replica(
         sums = [forward_backward(replica, gate, one, config) for one in prepared]
         metered = replica.device.type == "cuda" and not isinstance(attention, SdpaAttention)
         taken = [_metered(gate, config, one, replica) for one in prepared] if metered else []
+    return Warmed(sums[-1], worst_attention(gate, taken))
+
+
+def worst_attention(gate: CompileGate, taken: Sequence[Taken]) -> Taken | None:
+    """Return what took most of what it may; None, and a warning, where that cannot be measured."""
     worst = max(taken, key=lambda one: one.share, default=None)
-    return Warmed(sums[-1], worst)
+    if worst is None or worst.taken:
+        return worst
+    # Any forward requests its output at least.
+    gate.warn_once(
+        "whether attention runs dense could not be measured: the allocator counts no requests"
+        " (PYTORCH_CUDA_ALLOC_CONF backend:cudaMallocAsync does not; native does)"
+    )
+    return None
 
 
 def _metered(gate: CompileGate, config: TrainConfig, one: Prepared, replica: Replica) -> Taken:

@@ -165,6 +165,7 @@ class CompileGate:
         self._holder: _Holder | None = None
         self._seen: set[Hashable] = set()
         self._sealed = False
+        self._warned: set[str] = set()
         self._failure: CompileGateError | None = None
         self._depth = threading.local()
         self._mask_lock = threading.RLock()
@@ -283,6 +284,12 @@ class CompileGate:
             raise CompileGateError(f"{text}; compile.allow_fallback lets a run go on so")
         self._report(f"{text}\n")
         self._tell(str(key), 0.0, Counted(0, {}), fallback=True)
+
+    def warn_once(self, text: str) -> None:
+        """Tell of what a warm-up could not make sure of, once in a process."""
+        if text not in self._warned:
+            self._warned.add(text)
+            self._report(f"{text}\n")
 
     def close(self) -> None:
         """Put the stance back and end the watchdog; the gate is not used afterwards."""

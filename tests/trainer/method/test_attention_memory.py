@@ -10,10 +10,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from trainer.assembly import worst_attention
 from trainer.compile_gate import CompileGate, GateSettings
 from trainer.model.attention import Attention, FlexAttention, KeyValue, SdpaAttention, SpanAttention
 from trainer.model.attention_memory import (
     MeteredAttention,
+    Taken,
     bytes_of_scores,
     meter_of,
     most_without_scores,
@@ -112,6 +114,20 @@ def test_forward_that_took_most_of_what_it_may_is_kept():
                 metered.attend(query, context, own, mask)
         shares.append(alone.found.share)
     assert whole.found.share == max(shares) > min(shares)
+
+
+def test_allocator_that_counts_nothing_is_told_once_and_measures_nothing():
+    """As cudaMallocAsync: 0 bytes would pass for an attention that is never dense."""
+    told: list[str] = []
+    with closing(CompileGate(GateSettings(compile=False), report=told.append)) as gate:
+        for _ in range(2):
+            assert worst_attention(gate, [Taken(0, 4000, 300), Taken(0, 8000, 600)]) is None
+        assert len(told) == 1
+        assert told[0].startswith("whether attention runs dense could not be measured: ")
+        measured = [Taken(10, 4000, 300), Taken(50, 4000, 300)]
+        assert worst_attention(gate, measured) == measured[1]
+        assert worst_attention(gate, []) is None
+    assert len(told) == 1
 
 
 @pytest.mark.gpu

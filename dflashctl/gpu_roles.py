@@ -190,7 +190,11 @@ def claim_idle(ways: Ways, count: int, holder: Holder) -> tuple[tuple[GpuState, 
     if len(idle) < count:
         for gpu in cards:
             require_idle(gpu, label, seen)
-        raise RefusedError(f"the roles name {len(cards)} GPUs, not {count}", place=label)
+        raise RefusedError(
+            f"the roles name {len(cards)} GPUs, not {count}",
+            hint="name more under `gpus:` of the container in hosts.yaml",
+            place=label,
+        )
 
     def choose(answer: Probe) -> tuple[GpuState, ...]:
         found = tuple(answer.find(uuid, label) for uuid in idle)

@@ -165,7 +165,8 @@ def _chosen(run_dir: Path, choice: Choice) -> tuple[Path, str]:
         best = Evaluations.read(run_dir).best()
         if best is None:
             raise CheckpointError(
-                f"{run_dir} has no evaluation with a checkpoint; evaluation.every_steps makes them"
+                f"{run_dir} has no evaluation with a checkpoint; evaluation.every_steps makes them;"
+                " leave out --best to take the newest checkpoint"
             )
         path = run_dir / "checkpoints" / step_directory(best.step)
         return path, EMA if choice.ema else best.weights

@@ -156,7 +156,8 @@ def _receive(
             result = stream_script(transport, program.script(), lambda data: _all(writer, data))
     except BrokenPipeError:
         unpacking.join()
-        raise unpacking.failure or MismatchError("the archive ended early") from None
+        hint = f"dflashctl pull {request.tag}   (what is here and right is not sent again)"
+        raise unpacking.failure or MismatchError("the archive ended early", hint=hint) from None
     except ContainerDownError:
         raise  # its hint says how to start it
     except (UnreachableError, StateUnknownError) as error:

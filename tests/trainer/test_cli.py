@@ -95,8 +95,11 @@ def test_wrong_directory_is_one_line_and_status_2(
 def test_export_without_a_checkpoint_says_so(
     make_run: MakeRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["export", "--run-dir", str(make_run())]) == 2
+    where = ["--run-dir", str(make_run())]
+    assert main(["export", *where]) == 2
     assert "has no complete checkpoint yet" in capsys.readouterr().err
+    assert main(["export", *where, "--best"]) == 2
+    assert "leave out --best to take the newest checkpoint" in capsys.readouterr().err
 
 
 def test_prompts_file_that_is_missing_is_one_line(

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+from trainer.contract.completion import ends_at
 from trainer.contract.errors import ContractError
 from trainer.contract.events import finished_at
 from trainer.contract.exit_record import TrainerExit
@@ -65,7 +66,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _train(args: argparse.Namespace) -> int:
     done = finished_at(args.run_dir / "metrics.jsonl") if args.resume else None
-    if done is not None:
+    if done is not None and ends_at(args.run_dir / "checkpoints", done):
         sys.stdout.write(
             f"the run has finished, at step {done}; nothing is left to do\n"
             f"next: python -m trainer evaluate --run-dir {args.run_dir} --prompts FILE\n"

@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
-from trainer.contract.completion import latest_complete
+from trainer.contract.completion import ends_at, latest_complete
 from trainer.contract.durable import sync, write_by_rename
 from trainer.contract.errors import ContractError
 from trainer.contract.events import EventDecoder
@@ -135,7 +135,8 @@ class _Run:
         if not self._resume:
             raise RunnerError(f"{path.name} exists: the run has ended; resume it with --resume")
         ended = _or_none(lambda: ExitRecord.from_json(path.read_text(encoding="utf-8")))
-        if ended is not None and ended.state == "finished":
+        whole = ended is not None and ends_at(self._path("checkpoints"), ended.last_step)
+        if ended is not None and ended.state == "finished" and whole:
             raise RunnerError(
                 f"it has finished, at step {ended.last_step}; pull or evaluate it, or launch a new"
                 " run for more steps"

@@ -440,10 +440,10 @@ def _require_same(intent: Manifest, request: LaunchRequest) -> None:
 
 
 def _require_unfinished(tag: str, facts: dict[str, Any], place: str) -> None:
-    ended = facts.get("run", {}).get("exit", {})
-    if ended.get("state") == "finished":
+    step = facts.get("run", {}).get("finished_step")
+    if step is not None:
         raise RefusedError(
-            f"the run {tag} has finished, at step {ended.get('last_step')}; nothing is left to do",
+            f"the run {tag} has finished, at step {step}; nothing is left to do",
             hint=f"dflashctl pull {tag}   (or evaluate it; more steps need a new run:"
             " launch --tag with another optim.max_steps or optim.epochs)",
             place=place,

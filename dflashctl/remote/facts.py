@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from dflashctl.remote.checkpoints import is_complete
 from dflashctl.remote.liveness import is_locked
 
 CHUNK_BYTES = 1 << 20
@@ -383,15 +384,20 @@ def run_state(directory: Path) -> dict[str, Any]:
     if is_locked(directory / "run.lock"):
         state = "running"
     facts = {"state": state, "run_id": manifest.get("run_id"), "manifest": manifest}
-    return facts | {"exit": how_it_ended(directory) if state == "ended" else {}}
+    return facts | {"finished_step": finished_step(directory) if state == "ended" else None}
 
 
-def how_it_ended(directory: Path) -> dict[str, Any]:
-    """Return the record of a run's end; empty when it cannot be read."""
+def finished_step(directory: Path) -> int | None:
+    """Return the last step of a run that has finished and has its checkpoint, None of others."""
     try:
-        return dict(json.loads((directory / "exit.json").read_text()))
-    except (OSError, ValueError, TypeError):
-        return {}
+        record = json.loads((directory / "exit.json").read_text())
+        step = int(record["last_step"]) if record["state"] == "finished" else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if step is None:
+        return None
+    path = directory / "checkpoints" / f"step_{step:08d}"
+    return step if is_complete(path, digests=False) else None
 
 
 def main(arguments: dict[str, Any]) -> dict[str, Any]:

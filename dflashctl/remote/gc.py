@@ -23,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from dflashctl.remote.digests import digest_of
+from dflashctl.remote.checkpoints import is_complete
 from dflashctl.remote.liveness import is_locked
 from dflashctl.remote.processes import start_ticks
 
@@ -36,7 +36,6 @@ TRASH = re.compile(r"\.trash-\d+-(.+)\Z", re.DOTALL)
 CACHE = re.compile(r"([0-9a-f]{12})-torch")  # as a manifest's cache_dir is named
 STEP = re.compile(r"step_(\d{8,})\Z")
 UPLOAD = re.compile(r"\..+\.partial-(\d+)\Z")
-COMPLETE_VERSION = 1
 
 
 class RefusedError(Exception):
@@ -71,23 +70,6 @@ def measure(path: Path) -> tuple[int, str, float]:
             newest_ns = max(newest_ns, facts.st_mtime_ns)
     state = f"{first.st_dev}:{first.st_ino}:{count}:{size}:{newest_ns}"
     return size, state, newest_ns / 1e9
-
-
-def is_complete(directory: Path, *, digests: bool) -> bool:
-    """Say whether a checkpoint is what its COMPLETE.json says (trainer/contract/completion.py)."""
-    try:
-        told = json.loads((directory / "COMPLETE.json").read_bytes())
-        if told["v"] != COMPLETE_VERSION:
-            return False
-        for name, facts in told["files"].items():
-            path = directory / name
-            if not path.is_file() or path.stat().st_size != facts["size_bytes"]:
-                return False
-            if digests and digest_of(path) != facts["sha256"]:
-                return False
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
-    return True
 
 
 def children(directory: Path) -> list[Path]:

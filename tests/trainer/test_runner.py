@@ -248,6 +248,20 @@ def test_run_that_has_finished_is_started_no_more_and_keeps_its_exit_record(
     assert (run_dir / "train_stdout_tiny.log").read_bytes() == log
 
 
+def test_finished_run_without_its_last_checkpoint_goes_on_from_the_one_before(
+    make_run: MakeRun, start: Callable[..., subprocess.Popen[bytes]]
+) -> None:
+    run_dir = make_run(run={"checkpoint_every_steps": 4})
+    start(run_dir).communicate(timeout=_PATIENCE_S)
+    last = run_dir / "checkpoints" / f"step_{_exit(run_dir).last_step:08d}"
+    (last / "COMPLETE.json").unlink()
+    resumed = start(run_dir, "--resume")
+    resumed.communicate(timeout=_PATIENCE_S)
+    assert resumed.returncode == 0
+    assert (last / "COMPLETE.json").exists()
+    assert json.loads((run_dir / "exit_1.json").read_text())["state"] == "finished"
+
+
 def test_environment_file_reaches_the_trainer_and_must_be_text(
     make_run: MakeRun, start: Callable[..., subprocess.Popen[bytes]]
 ) -> None:

@@ -118,5 +118,11 @@ def latest_complete(root: Path, *, digests: bool = False) -> tuple[Path | None, 
     return None, skipped
 
 
+def ends_at(root: Path, step: int | None) -> bool:
+    """Say whether the newest complete checkpoint below ``root`` is that of a step."""
+    newest, _ = latest_complete(root)
+    return newest is not None and step_of(newest.name) == step
+
+
 def _stem(path: Path) -> str:
     return path.name.removesuffix(PARTIAL_SUFFIX)

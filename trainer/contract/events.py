@@ -11,7 +11,6 @@ import json
 import math
 import os
 import time
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,6 +43,7 @@ STEP_KEYS = (
     "peak_reserved_bytes",
     "eta_s",
 )
+_LAST_BYTES = 1 << 16  # more than an event
 Event = dict[str, Any]
 
 
@@ -51,8 +51,11 @@ def finished_at(path: Path) -> int | None:
     """Return the step at which a run finished, where that is the last that metrics.jsonl tells."""
     last: Event = {}
     if path.exists():
-        told = deque(EventDecoder(lenient=True).feed(path.read_bytes()), maxlen=1)
-        last = told.pop() if told else {}
+        with path.open("rb") as stream:
+            stream.seek(max(0, path.stat().st_size - _LAST_BYTES))
+            lines = stream.read().splitlines(keepends=True)
+        for event in EventDecoder(lenient=True).feed(b"".join(lines[-1:])):
+            last = event
     step = last.get("step") if last.get("state") == "finished" else None
     return step if isinstance(step, int) else None
 

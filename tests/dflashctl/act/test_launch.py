@@ -95,6 +95,8 @@ def test_resume_of_a_finished_run_says_so_and_changes_nothing(deployed: Project)
     assert "starting" not in refused.stderr
     after = {path.name: path.read_bytes() for path in run_dir.iterdir() if path.is_file()}
     assert after == before
+    (run_dir / "checkpoints" / "step_00000003" / "COMPLETE.json").unlink()
+    assert deployed.run("launch", "--resume", "x").returncode == 0  # to make it again
 
 
 def test_a_trainer_that_ignores_signals_is_killed_and_stop_says_so(deployed: Project) -> None:

@@ -36,8 +36,8 @@ def lab_site() -> Iterator[Lab]:
     """kpro6 (8 GPUs; container 200 runs, 201 is stopped) and kpro7 (2 GPUs; container 200).
 
     This Python, with torch, is visible in the containers under its own path. The port numbers and
-    the state directory are new ones. After each test marked `lab`, faults and processes in the
-    containers are gone and the power states restored; files stay.
+    the state directory are new ones. After each test marked `lab`, faults, processes in the
+    containers and locks of GPUs are gone and the power states restored; files stay.
     """
     missing = Lab.missing_requirements()
     if missing:
@@ -63,9 +63,11 @@ def smollm2() -> Path:
 
 @pytest.fixture(autouse=True)
 def restored_lab(request: pytest.FixtureRequest) -> Iterator[None]:
-    """After each test that used the lab: see Lab.restore."""
+    """After each test that used the lab: Lab.restore, and no lock of a run on a GPU."""
     uses_lab = request.node.get_closest_marker("lab") and "lab_site" in request.fixturenames
     lab: Lab | None = request.getfixturevalue("lab_site") if uses_lab else None
     yield
     if lab is not None:
         lab.restore()
+        for host in ("kpro6", "kpro7"):
+            lab.in_host(host, ["rm", "-rf", "/run/lock/dflashctl"])

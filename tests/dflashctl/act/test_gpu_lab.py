@@ -39,14 +39,6 @@ def laptop(
     lab_site.in_container("kpro7", 200, END_RUNS % (WORKSPACE, WORKSPACE))
 
 
-@pytest.fixture(autouse=True)
-def ended_runs(lab_site: Lab) -> Iterator[None]:
-    """Leave no run on the GPUs, and no lock of one."""
-    yield
-    lab_site.in_container("kpro7", 200, "kill -KILL -1")
-    lab_site.in_host("kpro7", ["rm", "-rf", "/run/lock/dflashctl"])
-
-
 def another(laptop: Project, root: Path) -> Project:
     """Another laptop with the same hosts.yaml, and no records."""
     for name in ("hosts.yaml", "train.yaml"):

@@ -215,7 +215,7 @@ def test_changing_commands_wait_for_the_lock_and_exec_does_not(lab_site: Lab) ->
     script = (
         "mkdir -p /run/lock/lxc; exec 9>>/run/lock/lxc/pve-config-200.lock; flock 9;"
         "pct exec 200 -- true && echo exec works;"
-        "pct push 200 /etc/hostname /root/locked 9>&- 2>/root/said &"
+        ": >/root/said; pct push 200 /etc/hostname /root/locked 9>&- 2>/root/said &"
         "until grep -q trying /root/said; do sleep 0.05; done; flock -u 9; wait;"
         "cat /root/said >&2; rm /root/said"
     )

@@ -19,6 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -274,6 +275,8 @@ def measure_both(bench: Bench, seconds: float) -> tuple[Steps, dict[str, Any]]:
         seen.tokens.append(done.sums.num_tokens)
         seen.losses.append(done.sums.loss_sum / max(done.sums.weight_sum, 1e-12))
         seen.memory.append(bench.memory())
+        if len(seen.memory) > _LEFT_OUT:
+            show_growth(seen)
         if now - said[0] > _SAY_EVERY_S:
             said[0] = now
             show("progress", steps=len(seen.tokens), loss=round(seen.losses[-1], 4))
@@ -284,6 +287,21 @@ def measure_both(bench: Bench, seconds: float) -> tuple[Steps, dict[str, Any]]:
     pipeline.run()
     flow = pipeline.flow
     return seen, {"target_wait_s": flow.target_wait_s, "drafter_wait_s": flow.drafter_wait_s}
+
+
+def show_growth(seen: Steps) -> None:
+    """Print, when a device's allocator took more in the last step, the blocks of each stream."""
+    before, now = seen.memory[-2:]
+    for name, memory in now.items():
+        if memory.reserved <= before[name].reserved or name == "cpu":
+            continue
+        sizes: dict[int, list[int]] = {}
+        for segment in torch.cuda.memory_snapshot():
+            if segment["device"] == torch.device(name).index:
+                sizes.setdefault(segment["stream"], []).append(segment["total_size"] >> 20)
+        grown = (memory.reserved - before[name].reserved) >> 20
+        streams = {stream: Counter(found).most_common(12) for stream, found in sizes.items()}
+        show("growth", step=len(seen.memory), device=name, mib=grown, segments_mib=streams)
 
 
 def measure_target(bench: Bench, seconds: float) -> Steps:

@@ -1,6 +1,7 @@
 """Hidden states on their way between GPUs, and the memory of a run on one; one GPU is enough."""
 
 import json
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from trainer.contract.events import EventDecoder
 from trainer.contract.exit_record import TrainerExit
 from trainer.data.packing import Batch
 from trainer.session import Session
+from trainer.workers.feature_memory import FeatureMemory
 from trainer.workers.target import Prepared
 from trainer.workers.transfer import Transfer, through_host
 
@@ -22,6 +24,7 @@ pytestmark = [
     pytest.mark.timeout(300),  # the first compile of a process takes most of a minute
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
+_HIDDEN_BYTES = 48 << 20
 _BUSY_CYCLES = 50_000_000  # some 30 ms: what comes too early is seen
 
 
@@ -85,6 +88,41 @@ def test_through_the_host_a_tensor_of_many_pieces_stays_what_it_was() -> None:
     through_host(source, there, _stream(card), into)
     into.synchronize()
     assert torch.equal(source, there)
+
+
+def test_hidden_states_that_end_late_cost_the_forwards_no_memory() -> None:
+    """Three at once after one at once: in the pool of the forwards they would take a large block's
+    place, and the next forward another from the card."""
+    card = torch.device("cuda", 0)
+    memory = FeatureMemory([card])
+    assert memory.make_room(card, _HIDDEN_BYTES, 6)
+
+    def grown(take: Callable[[], Tensor]) -> int:
+        stream = _stream(card)  # and so a pool of its own
+        reserved, held = [], deque[Tensor]()
+        for at_once in (*[1] * 5, *[3] * 5):
+            with torch.cuda.stream(stream):
+                held.append(take())
+                forward = torch.empty(2 * _HIDDEN_BYTES, dtype=torch.uint8, device=card)
+                del forward
+            while len(held) > at_once:
+                held.popleft()
+            stream.synchronize()
+            reserved.append(torch.cuda.memory_reserved(card))
+        return reserved[-1] - reserved[4]
+
+    assert grown(lambda: torch.empty(_HIDDEN_BYTES, dtype=torch.uint8, device=card)) > 0
+    assert grown(lambda: memory.empty((_HIDDEN_BYTES,), torch.uint8, card)) == 0
+
+
+def test_room_that_a_card_has_not_is_told_and_nothing_is_kept() -> None:
+    card = torch.device("cuda", 0)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(card)
+    _, whole = torch.cuda.mem_get_info(card)
+    assert not FeatureMemory([card]).make_room(card, whole // 2, 3)
+    assert torch.cuda.memory_allocated(card) == before
+    torch.cuda.empty_cache()
 
 
 def test_memory_of_a_steady_run_is_flat(make_run: MakeRun) -> None:

@@ -13,6 +13,7 @@ from trainer.channel import OrderedChannel
 from trainer.compile_gate import CompileGate, GateSettings
 from trainer.errors import ChannelClosedError, WorkerError
 from trainer.workers.drafter import StepRange
+from trainer.workers.pipeline import most_batches
 from trainer.workers.supervisor import (
     Patience,
     Pulse,
@@ -311,3 +312,22 @@ def test_copy_into_the_feature_cache_keeps_no_other_thread_waiting() -> None:
     cache.put(1, slow)
     assert not slow.other_had_to_wait
     assert [cache.get(1), cache.get(2)] == [torch.ones(1), torch.ones(1)]
+
+
+@pytest.mark.parametrize(
+    ("targets", "drafters", "counts"),
+    [
+        ([0], [0], {0: 3 + 1 + 4 + 1}),  # both roles on one card
+        ([0], [1], {0: 3, 1: 4 + 1}),
+        ([0, 1, 1], [2, 3], {0: 3, 1: 6, 2: 2 + 1, 3: 2 + 1}),
+        ([0], [1, 2, 2], {0: 3, 1: 2 + 1, 2: 2 * (2 + 1)}),  # 4 in the queue for 3 drafters
+    ],
+)
+def test_room_is_made_for_what_a_card_can_hold_at_once(
+    targets: list[int], drafters: list[int], counts: dict[int, int]
+):
+    target_cards, drafter_cards = (
+        [torch.device("cuda", number) for number in numbers] for numbers in (targets, drafters)
+    )
+    found = most_batches(target_cards, drafter_cards, waiting=4)
+    assert found == {torch.device("cuda", number): count for number, count in counts.items()}

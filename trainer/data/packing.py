@@ -354,13 +354,18 @@ def most_anchors(config: DataConfig) -> int:
     return max(rows_of(width, config) * anchors_of(width, config) for width in widths)
 
 
-def place_features(per_document: Sequence[Tensor], batch: Batch) -> Tensor:
+def place_features(
+    per_document: Sequence[Tensor], batch: Batch, out: Tensor | None = None
+) -> Tensor:
     """Lay the taps of each document where the batch has it; padding is 0.
 
-    Shapes: [length, n * D] in the order of batch.documents -> [R, S, n * D].
+    ``out``: where to; new memory where it is left out. Shapes: [length, n * D] in the order of
+    batch.documents -> [R, S, n * D].
     """
     first = per_document[0]
-    placed = first.new_zeros(*batch.input_ids.shape, first.shape[-1])
+    if out is None:
+        out = first.new_empty(*batch.input_ids.shape, first.shape[-1])
+    placed = out.zero_()
     for document, features in zip(batch.documents, per_document, strict=True):
         placed[document.row, document.start : document.start + document.length] = features
     return placed

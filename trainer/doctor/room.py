@@ -167,8 +167,9 @@ def target_facts(
         "weights": weight_bytes,
         # The residual, its norm, queries to outputs, and the three inner products of one layer.
         "forward (estimate)": forward_tokens * (8 * hidden + 3 * inner) * size,
-        # One batch is made while another waits to be handed over; one copy joins its documents.
-        "taps of two batches": taps * 3,
+        # One batch is made while another waits to be handed over and the one before is let go;
+        # one copy joins its documents.
+        "taps of three batches": taps * 4,
     }
     if config.target.fp8 != "off":  # beside the weights, which verification needs as they are
         parts["weights in FP8"] = weight_bytes // size

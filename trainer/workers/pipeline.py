@@ -25,6 +25,10 @@ _PATIENCE_S = 45.0
 _END_S = 300.0
 _TIMES_USUAL = 10.0
 _TIMES_PATIENCE = 5.0
+# A target thread makes a batch while the one before waits to be handed over. What was let go is
+# free once the forwards that were started before are done: one, or two when a drafter lets go.
+_OF_TARGET = 3
+_LET_GO_LATE = 1
 
 
 @dataclass
@@ -91,6 +95,7 @@ class Pipeline:
             for card in cards:
                 torch.cuda.synchronize(card)
             torch.cuda.empty_cache()
+            self._make_room()
         self.supervisor.run_all()
         # The threads' streams are not those of who comes next. Targets have nothing left to do, and
         # the card of one that failed may give errors only.
@@ -119,6 +124,24 @@ class Pipeline:
         lost = {worker.target.device for worker in self._target_workers if worker.out.is_set()}
         shared = {r.device for r in self.replicas if r.device.type == "cuda"} & lost
         return not blamed and not shared
+
+    def _make_room(self) -> None:
+        """Take what hidden states can need at once, so that nothing more is taken in the run."""
+        rows = max(batch.input_ids.numel() for batch in self.maker.examples())
+        width = int(self.replicas[0].draft.fc.weight.shape[1])
+        size_bytes = rows * width * self.targets[0].dtype.itemsize
+        waiting = self.config.run.queue_bytes // size_bytes + 1  # the next needed always may
+        depth = self.config.run.queue_depth
+        waiting = waiting if depth is None else min(waiting, depth)
+        targets = [target.device for target in self.targets]
+        drafters = [replica.device for replica in self.replicas]
+        for device, count in most_batches(targets, drafters, waiting).items():
+            if not self.transfer.memory.make_room(device, size_bytes, count):
+                self.report(
+                    f"{device} has no room beside the rest for {count} batches of hidden states,"
+                    f" {size_bytes / 1e9:.2f} GB each: the run ends for want of memory if the queue"
+                    " fills; lower run.queue_depth, run.queue_bytes or data.token_budget"
+                )
 
     def _devices(self) -> list[torch.device]:
         return [*(target.device for target in self.targets), *(r.device for r in self.replicas)]
@@ -176,3 +199,21 @@ class Pipeline:
                 run_dir=self.run_dir,
             )
             self.supervisor.add(f"drafter-{replica.rank}", worker.run)
+
+
+def most_batches(
+    targets: Sequence[torch.device], drafters: Sequence[torch.device], waiting: int
+) -> dict[torch.device, int]:
+    """Return of how many batches a device can hold the hidden states at once.
+
+    One device a thread of each role, which several threads may share. waiting: batches of the
+    queue, which go to the drafters in turn.
+    """
+    counts = dict.fromkeys([*targets, *drafters], 0)
+    for device in targets:
+        counts[device] += _OF_TARGET
+    for device in set(targets) & set(drafters):
+        counts[device] += _LET_GO_LATE
+    for device in drafters:
+        counts[device] += -(-waiting // len(drafters)) + 1  # and the one it trains on
+    return counts

@@ -20,6 +20,7 @@ from trainer.compile_gate import CompileGate
 from trainer.data.packing import Batch, BatchMaker, place_features
 from trainer.errors import ChannelClosedError, CompileGateError, WorkerError
 from trainer.model.target import Target
+from trainer.workers.feature_memory import FeatureMemory
 from trainer.workers.pace import PaceWatch
 from trainer.workers.place import take_place
 from trainer.workers.supervisor import Patience, Pulse, Relief, State
@@ -80,10 +81,12 @@ class FeatureCache:
         self._features[sample_id] = features.to("cpu", copy=True)
 
 
-def batch_features(target: Target, batch: Batch, cache: FeatureCache) -> Tensor:
+def batch_features(
+    target: Target, batch: Batch, cache: FeatureCache, memory: FeatureMemory | None = None
+) -> Tensor:
     """Return the hidden states of a batch, from the cache where it has them.
 
-    Shapes: [R, S, n * D] on the target's device.
+    ``memory``: where they are to lie. Shapes: [R, S, n * D] on the target's device.
     """
     found: list[Tensor | None] = [cache.get(sample_id) for sample_id in batch.sample_ids]
     missing = [place for place, features in enumerate(found) if features is None]
@@ -94,10 +97,20 @@ def batch_features(target: Target, batch: Batch, cache: FeatureCache) -> Tensor:
             found[place] = features
             cache.put(batch.sample_ids[place], features)
     whole: Sequence[Tensor] = [f.to(target.device) for f in found if f is not None]
-    return place_features(whole, batch)
+    out = None
+    if memory is not None:
+        shape = (*batch.input_ids.shape, whole[0].shape[-1])
+        out = memory.empty(shape, whole[0].dtype, target.device)
+    return place_features(whole, batch, out)
 
 
-def gated_features(gate: CompileGate, target: Target, batch: Batch, cache: FeatureCache) -> Tensor:
+def gated_features(
+    gate: CompileGate,
+    target: Target,
+    batch: Batch,
+    cache: FeatureCache,
+    memory: FeatureMemory | None = None,
+) -> Tensor:
     """Return ``batch_features`` [R, S, n * D] made inside the gate.
 
     The target is not compiled, but a compile elsewhere patches ``nn.Module`` for the whole process
@@ -106,7 +119,7 @@ def gated_features(gate: CompileGate, target: Target, batch: Batch, cache: Featu
 
     def body() -> Tensor:
         with torch.no_grad():
-            return batch_features(target, batch, cache)
+            return batch_features(target, batch, cache, memory)
 
     return gate.run(("target", str(target.device)), body, library=True)
 
@@ -226,7 +239,8 @@ class TargetWorker:
         if self.target.device.type == "cuda":
             began, done = _timer(), _timer()
             began.record()
-        hidden = gated_features(self.gate, self.target, batch, self.cache)
+        memory = self.transfer.memory
+        hidden = gated_features(self.gate, self.target, batch, self.cache, memory)
         if done is not None:
             done.record()
         return _Made(batch, hidden, time.monotonic() - since, began, done)

@@ -13,19 +13,24 @@ import torch
 from torch import Tensor
 
 from trainer.data.packing import Batch
+from trainer.workers.feature_memory import FeatureMemory
 
 # Through the host: a piece goes down to it while the piece before goes up to the other GPU.
 _PIECE_BYTES = 64 << 20
 
 
 class Transfer:
-    """Sends batches; one for all target threads of a run."""
+    """Sends batches; one for all target threads of a run.
+
+    .memory is where hidden states lie, those to be sent and those that have arrived.
+    """
 
     def __init__(self, devices: Iterable[torch.device], *, through_host: bool = False) -> None:
         """Make the streams; ``through_host`` never goes directly."""
         cards = [device for device in dict.fromkeys(devices) if device.type == "cuda"]
         make: Any = torch.cuda.Stream  # torch gives it no types
         self._streams: dict[torch.device, torch.cuda.Stream] = {card: make(card) for card in cards}
+        self.memory = FeatureMemory(cards)
         self._direct = {
             (a, b): not through_host and torch.cuda.can_device_access_peer(a, b)
             for a in cards
@@ -67,7 +72,7 @@ class Transfer:
             out.wait_event(made)
         hidden.record_stream(out)  # its memory is free for the target's stream after the copy only
         with torch.cuda.stream(into):
-            moved = torch.empty_like(hidden, device=device)
+            moved = self.memory.empty(hidden.shape, hidden.dtype, device)
             if not self._direct[hidden.device, device]:
                 through_host(hidden, moved, out, into)
             else:

@@ -86,7 +86,7 @@ def test_sizes_are_those_worked_out_by_hand(make_run: MakeRun):
     assert drafter["moving average"] == 4 * DRAFT_NUMBERS
     assert drafter["target's embedding and head"] == 46 * 32 * 4  # tied: once
     taps = 64 * 2 * 32 * 4  # budget, taps, width, fp32
-    assert target["taps of two batches"] == taps * 3  # and the copy that joins documents
+    assert target["taps of three batches"] == taps * 4  # and the copy that joins documents
     assert drafter["taps in the queue"] == taps * 2
     assert report.data is not None
     assert report.host.features_bytes == report.data.num_tokens * 2 * 32 * 4

@@ -176,9 +176,11 @@ def test_threads_make_the_same_batches_in_any_order(maker: Callable[..., BatchMa
 
 def test_features_lie_where_their_documents_lie(maker: Callable[..., BatchMaker]):
     batch = maker(True).make(0)
-    placed = place_features([t[:, None].float() for t in batch.document_tokens()], batch)
-    assert placed.shape == (1, 256, 1)
-    assert torch.equal(placed[..., 0].long(), batch.input_ids)
+    features = [t[:, None].float() for t in batch.document_tokens()]
+    used_before = torch.full((1, 256, 1), 7.0)
+    for placed in (place_features(features, batch), place_features(features, batch, used_before)):
+        assert placed.shape == (1, 256, 1)
+        assert torch.equal(placed[..., 0].long(), batch.input_ids)
 
 
 def test_mask_token_in_the_data_stops_the_maker(train_config: Callable[..., TrainConfig]):

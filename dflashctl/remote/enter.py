@@ -6,13 +6,13 @@ held, as it is for as long as the command lives. The command's output and exit s
 """
 
 import errno
-import fcntl
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any, NoReturn
+
+from dflashctl.remote.file_locks import take_within
 
 REFUSED = 75  # EX_TEMPFAIL: the lock is held
 NO_RUN = 66  # EX_NOINPUT: there is no manifest.json
@@ -34,15 +34,8 @@ def hold(path: Path) -> bool:
     """Take a lock that lasts through exec; False when another process holds it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    limit = time.monotonic() + LOCK_WAIT_S
-    while True:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            if time.monotonic() > limit:
-                return False
-            time.sleep(0.1)
+    if not take_within(handle, LOCK_WAIT_S):
+        return False
     os.set_inheritable(handle, True)  # noqa: FBT003 - the signature of the standard library
     return True
 

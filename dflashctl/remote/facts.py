@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from dflashctl.remote.checkpoints import is_complete
+from dflashctl.remote.interpreter import chosen_python
 from dflashctl.remote.liveness import is_locked
 
 CHUNK_BYTES = 1 << 20
@@ -82,7 +83,7 @@ class Facts:
 
     def begin(self) -> None:
         """Start the two programs that take longest; what they say is read in its turn."""
-        chosen = self.chosen_python()
+        chosen = chosen_python(self.arguments)
         names = [json.dumps(self.arguments[of]) for of in ("packages", "optional_packages")]
         try:
             self.versions = start([chosen, "-I", "-c", VERSIONS, *names])
@@ -91,17 +92,9 @@ class Facts:
         if shutil.which("nvidia-smi"):
             self.listing = start(["timeout", "-k", "2", "10", "nvidia-smi", "-L"])
 
-    def chosen_python(self) -> str:
-        """Return the interpreter of the release's environment, else that of hosts.yaml."""
-        chosen = str(self.arguments["python"])
-        index = self.workspace / "envs" / f"{self.arguments['requirements_digest']}.json"
-        if index.is_file():
-            chosen = str(json.loads(index.read_text())["python"])
-        return chosen
-
     def python(self) -> None:
         """Learn the versions of what the interpreter has installed."""
-        chosen = self.chosen_python()
+        chosen = chosen_python(self.arguments)
         hint = "dflashctl deploy --env   (or set `python:` in hosts.yaml)"
         if self.versions is None:
             self.problem("python", f"{chosen} does not run: {self.no_python}", hint)

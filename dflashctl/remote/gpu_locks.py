@@ -6,7 +6,6 @@ recycled pid is never taken for it. A lock is stale only by proof: another boot,
 (by start ticks), or a launch that neither renewed nor started within its lease.
 """
 
-import fcntl
 import json
 import os
 import time
@@ -15,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from dflashctl.remote.file_locks import take_within
 from dflashctl.remote.json_files import write_json
 from dflashctl.remote.processes import (
     boot_id,
@@ -83,16 +83,9 @@ class Locks:
             yield
             return
         handle = open_guard(self.directory / ".guard")
-        limit = time.monotonic() + GUARD_S
         try:
-            while True:
-                try:
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > limit:
-                        raise TimeoutError(f"{self.directory}/.guard is held") from None
-                    time.sleep(0.02)
+            if not take_within(handle, GUARD_S):
+                raise TimeoutError(f"{self.directory}/.guard is held")
             self.now, self.alive = uptime_s(), runs_alive()
             yield
         finally:

@@ -6,7 +6,6 @@ name and renamed; a kill of the client changes nothing any more once stdin was r
 that a killed start left without a runner is replaced.
 """
 
-import fcntl
 import json
 import os
 import shutil
@@ -17,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dflashctl.remote.file_locks import take_within
 from dflashctl.remote.liveness import is_locked
 
 LOCK_WAIT_S = 30.0
@@ -36,18 +36,11 @@ class RefusedError(Exception):
 def take(lock: Path) -> int:
     """Return the descriptor of the launch lock; one start at a time in a workspace."""
     handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
-    limit = time.monotonic() + LOCK_WAIT_S
-    while True:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > limit:
-                raise RefusedError(
-                    "locked", "another launch holds the workspace", "run the same command again"
-                ) from None
-            time.sleep(0.1)
-        else:
-            return handle
+    if not take_within(handle, LOCK_WAIT_S):
+        raise RefusedError(
+            "locked", "another launch holds the workspace", "run the same command again"
+        )
+    return handle
 
 
 def write_synced(path: Path, text: str, mode: int) -> None:

@@ -134,7 +134,7 @@ class Supervisor:
         self._abandon, self._report = abandon, report
         self._lock = threading.Lock()
         self._workers: list[_Worker] = []
-        self._failure: tuple[str, BaseException] | None = None
+        self._failure: tuple[tuple[str, ...], BaseException] | None = None  # of these threads
         self._abandoned = False
         self._reported_s = 0.0
         self._looked_s = self._excused_s = time.monotonic()
@@ -159,7 +159,7 @@ class Supervisor:
         with self._lock:
             if self._failure is not None:
                 return
-            self._failure = (name, error)
+            self._failure = ((name,), error)
         self._leave(name, error)
 
     def run_all(self) -> None:
@@ -181,15 +181,16 @@ class Supervisor:
         while self._any_alive() and time.monotonic() < give_up:
             time.sleep(_POLL_S)
         if self._failure is None and self._any_alive():
-            names = ", ".join(worker.thread.name for worker in self._alive())
+            names = tuple(worker.thread.name for worker in self._alive())
             self._failure = (names, TimeoutError(f"did not end within {_LEAVE_S:.0f} s"))
         if self._failure is not None:
-            name, error = self._failure
-            raise WorkerError(f"thread {name}: {type(error).__name__}: {error}") from error
+            names, error = self._failure
+            who = ", ".join(names)
+            raise WorkerError(f"thread {who}: {type(error).__name__}: {error}") from error
 
     def at_fault(self) -> set[str]:
         """Return the threads that failed first or have not ended."""
-        failed = set() if self._failure is None else set(self._failure[0].split(", "))
+        failed = set() if self._failure is None else set(self._failure[0])
         return failed | {w.thread.name for w in self._workers if w.thread.is_alive()}
 
     def _any_alive(self) -> bool:

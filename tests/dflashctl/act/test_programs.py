@@ -1,6 +1,7 @@
 """The receiving programs as processes, fed with archives made by hand."""
 
 import ast
+import fcntl
 import hashlib
 import io
 import json
@@ -17,6 +18,8 @@ import pytest
 
 from dflashctl import remote
 from dflashctl.remote import releases
+from dflashctl.remote.file_locks import take_within
+from dflashctl.remote.interpreter import chosen_python
 from tests.dflashctl.act.conftest import names, wait_until
 
 
@@ -219,3 +222,25 @@ def test_a_program_imports_what_every_python_has_and_what_comes_with_it(path: Pa
         ours = way == "from" and module.startswith("dflashctl.remote.")
         assert ours or module.partition(".")[0] in sys.stdlib_module_names, line
         assert not ours or f"_provide('{module}', " in text
+
+
+def test_a_held_lock_is_waited_for_until_it_is_free_or_a_limit(tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+    with lock.open("w") as holder, lock.open("w") as other:
+        assert take_within(holder.fileno(), 0.0)
+        assert not take_within(other.fileno(), 0.0)
+        threading.Timer(0.2, lambda: fcntl.flock(holder, fcntl.LOCK_UN)).start()
+        assert take_within(other.fileno(), 100.0)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b"\xff"])
+def test_a_damaged_index_of_environments_leaves_the_interpreter_of_the_inventory(
+    tmp_path: Path, content: bytes
+) -> None:
+    arguments = {"workspace": str(tmp_path), "requirements_digest": "ab", "python": "/usr/bin/py"}
+    index = tmp_path / "envs/ab.json"
+    index.parent.mkdir()
+    index.write_bytes(b'{"python": "/envs/ab/bin/python"}')
+    assert chosen_python(arguments) == "/envs/ab/bin/python"
+    index.write_bytes(content)
+    assert chosen_python(arguments) == "/usr/bin/py"

@@ -20,6 +20,7 @@ from dflashctl.errors import (
     RefusedError,
     StateUnknownError,
     UnreachableError,
+    UsageError,
 )
 from dflashctl.gpu_locks import Holder, new_token
 from dflashctl.gpu_roles import (
@@ -98,8 +99,8 @@ def launch(ways: Ways, request: LaunchRequest, runs: RunStore, say: Say) -> Laun
     """Start a run.
 
     Raises: RefusedError (tag exists, GPU busy, release or data missing, a failed check),
-    MismatchError, StateUnknownError when the answer of the start was lost, DflashctlError when the
-    run ended.
+    UsageError (no such run to resume), MismatchError, StateUnknownError when the answer of the
+    start was lost, DflashctlError when the run ended.
     """
     tag, container = check_tag(request.tag), ways.place.container
     runs.require_new(tag, ways.place.label)
@@ -257,7 +258,7 @@ def _resumable(ways: Ways, tag: str, say: Say) -> Manifest:
     label = ways.place.label
     manifest = remote_manifest(ways.inside, ways.place, check_tag(tag))
     if manifest is None:
-        raise RefusedError(
+        raise UsageError(
             f"there is no run {tag} to resume",
             hint=f"dflashctl runs list   (where a record runs/{tag} is left here, removing it frees"
             " the tag)",

@@ -105,11 +105,8 @@ def test_resume_refuses_a_release_that_is_not_the_one_of_the_launch(
     assert deployed.run("stop", "x").returncode == 0
 
 
-def test_export_and_attach_of_a_run_that_never_was_say_so(deployed: Project) -> None:
-    done = deployed.run("export", "nosuch")
+@pytest.mark.parametrize("verb", ["export", "watch", "logs", "launch --resume"])
+def test_a_run_that_never_was_is_told_by_every_verb(deployed: Project, verb: str) -> None:
+    done = deployed.run(*verb.split(), "nosuch")
     assert done.returncode == 2
-    assert "error[no-such-run]: here/self: there is no run directory" in done.stderr
-    for verb in ("watch", "logs"):
-        done = deployed.run(verb, "nosuch")
-        assert done.returncode == 2
-        assert "error[no-such-run]: here/self: there is no run" in done.stderr
+    assert "error[no-such-run]: here/self: there is no run" in done.stderr

@@ -127,9 +127,9 @@ class Pipeline:
 
     def _make_room(self) -> None:
         """Take what hidden states can need at once, so that nothing more is taken in the run."""
-        rows = max(batch.input_ids.numel() for batch in self.maker.examples())
+        num_tokens = max(batch.input_ids.numel() for batch in self.maker.examples())
         width = int(self.replicas[0].draft.fc.weight.shape[1])
-        size_bytes = rows * width * self.targets[0].dtype.itemsize
+        size_bytes = num_tokens * width * self.targets[0].dtype.itemsize
         waiting = self.config.run.queue_bytes // size_bytes + 1  # the next needed always may
         depth = self.config.run.queue_depth
         waiting = waiting if depth is None else min(waiting, depth)
